@@ -1,6 +1,6 @@
-// A bounded blocking FIFO between threads. Any number of producers and consumers; the mutex guards all
-// members. Only the constructor allocates. close() wakes every waiter: push then refuses, pop drains what is
-// left and then returns empty.
+// A BoundedQueue is a bounded blocking FIFO between any number of producer and consumer threads. A mutex
+// guards all members. Only the constructor allocates. close() wakes every waiter. After it push() refuses
+// items, and pop() returns the remaining items and then nothing.
 #pragma once
 
 #include <condition_variable>
@@ -21,7 +21,7 @@ class BoundedQueue {
     PD_CHECK(num_items_max > 0, "num_items_max " << num_items_max);
   }
 
-  // Waits for room. False once closed: the item was not taken.
+  // Waits for room and adds the item. False once the queue is closed; then the item is not added.
   [[nodiscard]] bool push(T item) {
     std::unique_lock lock(mutex_);
     room_.wait(lock, [&] { return closed_ || !items_.full(); });
@@ -32,7 +32,7 @@ class BoundedQueue {
     return true;
   }
 
-  // Waits for an item; empty once closed and drained.
+  // Waits for an item. Empty once the queue is closed and has no more items.
   [[nodiscard]] std::optional<T> pop() {
     std::unique_lock lock(mutex_);
     available_.wait(lock, [&] { return closed_ || !items_.empty(); });

@@ -1,5 +1,6 @@
-// Always-on checks for our own bugs: print file, line, condition and values, then abort.
-// The user's mistakes are UserError and the world's failures are Failure (failure.h); never mix them.
+// PD_CHECK checks for our own bugs, in every build. A failed check prints file, line, condition and values,
+// and aborts. Mistakes of the user are a UserError, and failures of the outside world are a Failure
+// (failure.h).
 #pragma once
 
 #include <sstream>

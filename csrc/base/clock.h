@@ -1,4 +1,5 @@
-// Monotonic time. The same clock as Python's time.monotonic_ns() on Linux, so spans of both sides line up.
+// Reads monotonic time. On Linux this is the clock of Python's time.monotonic_ns(), so times of both sides
+// can be compared.
 #pragma once
 
 #include <chrono>

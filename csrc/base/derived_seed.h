@@ -7,8 +7,8 @@
 namespace pipedream {
 
 // The number with index `number` of the sequence that SplitMix64 (Steele, Lea and Flood, 2014) makes from the
-// seed. It has 63 bits, because torch takes a signed number. Every draw needs one, so it costs next to
-// nothing.
+// seed. It has 63 bits, because torch takes a signed number. Every random draw needs such a seed, so the
+// computation costs next to nothing.
 [[nodiscard]] constexpr std::int64_t derived_seed(std::uint64_t seed, std::uint64_t number) {
   std::uint64_t mixed = seed + (number + 1) * 0x9E3779B97F4A7C15U;
   mixed = (mixed ^ (mixed >> 30U)) * 0xBF58476D1CE4E5B9U;

@@ -1,4 +1,4 @@
-// One table of element types: code, size in bytes, torch's name.
+// Defines one table of element types: code, size in bytes, torch's name.
 #include "base/dtype.h"
 
 #include <array>

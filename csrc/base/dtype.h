@@ -1,4 +1,5 @@
-// Element types as the wire, the pool and the kernels name them. Values are part of the wire format.
+// Defines the element types of tensors, for the wire, the pool and the kernels. The enum's values are part of
+// the wire format.
 #pragma once
 
 #include <cstddef>

@@ -5,8 +5,8 @@
 // Everything has internal linkage. The host kernels are compiled once per instruction set. If the linker
 // shared one copy of a function between them, it could have instructions that the processor lacks.
 //
-// There are selections instead of branches, so that loops vectorise. Integers are used where floating point
-// does not define which NaN results, so that all processors give the same bits.
+// The code selects values and does not branch, so that loops vectorise. Integers are used where floating
+// point does not define which NaN results, so that all processors give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -72,8 +72,8 @@ PD_ELEMENT T from_bits(typename FloatLayout<T>::Bits bits) {
 
 // Rounds a float64 to kMantissaBits, to nearest even, and returns the result as a float32, which holds it
 // exactly. To convert the float64 to float32 first would round twice. Adding and subtracting `magic` does the
-// rounding: the last bit of `magic` is the last one that is kept. kExponentMin and kExponentMax are those of
-// the narrow format; below kExponentMin it has fewer bits.
+// rounding: the lowest bit of `magic` has the value of the lowest bit that is kept. kExponentMin and
+// kExponentMax are the exponents of the narrow format, which has fewer bits below kExponentMin.
 template <int kMantissaBits, int kExponentMin, int kExponentMax>
 PD_ELEMENT float rounded_to_float(double value) {
   constexpr std::uint64_t kExponentOne = std::uint64_t{1} << 52;

@@ -1,4 +1,4 @@
-// The names of failures, which are those of Python's exceptions for them.
+// Names the kinds of failure like the Python exceptions for them.
 #include "base/failure.h"
 
 namespace pipedream {

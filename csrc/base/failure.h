@@ -1,4 +1,4 @@
-// The three kinds of error, as types.
+// Defines the three kinds of error as types.
 //   our bug             PD_CHECK (check.h): aborts
 //   the user's mistake  UserError: thrown early, becomes ValueError in Python
 //   the world's failure Failure: a value that crosses threads and wire; afterwards the transport is
@@ -38,7 +38,7 @@ struct Failure {
   std::string message;
 };
 
-// A value or a Failure. C++20 has no std::expected yet.
+// Holds a value or a Failure. C++20 has no std::expected yet.
 template <class T>
 class [[nodiscard]] Result {
  public:

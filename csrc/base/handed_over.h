@@ -1,5 +1,5 @@
-// Tells ThreadSanitizer about an order that it cannot see: one thread hands an object over through a library
-// that is not instrumented, and another thread reads it. Does nothing in other builds. Any thread.
+// Tells ThreadSanitizer about an order that it cannot see, when one thread hands an object to another thread
+// through a library that is not instrumented. Does nothing in other builds. Any thread.
 #pragma once
 
 #include <unistd.h>
@@ -29,8 +29,8 @@ inline void note_taken_over([[maybe_unused]] void* object) {
 
 // Closes a file of memfd_create(). The sanitizer sees neither memfd_create() nor the close() calls of
 // libraries that are not instrumented. A library's closed descriptor may have had the same number. Without
-// this function the sanitizer would take both for one file, and report a race with a thread that watched the
-// library's.
+// this function the sanitizer would take both files for one, and report a race with a thread that watched the
+// library's file.
 inline void close_memory_file(int fd) {
 #if defined(__SANITIZE_THREAD__)
   AnnotateIgnoreWritesBegin(__FILE__, __LINE__);

@@ -1,5 +1,5 @@
-// Identifiers that do not mix: a StageIndex is not a MinibatchId is not a WeightVersion.
-// Plain values, owned by nobody; any thread.
+// Defines one type for each kind of identifier, so that for instance a StageIndex cannot be used as a
+// MinibatchId. Plain values, owned by nobody; any thread.
 #pragma once
 
 #include <compare>

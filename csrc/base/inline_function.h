@@ -1,6 +1,6 @@
-// A function without arguments or result that keeps its captures inside the object. To make, move and run one
-// allocates nothing, and its captures may be move-only. A std::function keeps at most 16 trivial bytes
-// inside. Plain value; not thread-safe.
+// An InlineFunction is a function without arguments or result that keeps its captures inside the object.
+// Making, moving and running it allocates nothing, and its captures may be move-only. A std::function keeps
+// only 16 trivial bytes of captures inside. Plain value; not thread-safe.
 #pragma once
 
 #include <concepts>

@@ -1,5 +1,5 @@
-// The newest items of a sequence. The constructor reserves the memory, so that adding an item allocates
-// nothing. Not thread-safe; the owner guards it.
+// A NewestLog keeps the newest items of a sequence. The constructor reserves the memory, so that adding an
+// item allocates nothing. Not thread-safe; the owner guards it.
 #pragma once
 
 #include <algorithm>

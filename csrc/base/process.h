@@ -6,8 +6,8 @@
 namespace pipedream {
 
 // A worker calls this once, at start-up. The process gets SIGKILL when the thread that started it dies, so
-// that no worker outlives its launcher. If parent_pid is not its parent any more, the launcher has died
-// already, and the kernel will send no signal. Then the process exits at once.
+// that no worker outlives its launcher. If parent_pid is no longer the parent, the launcher has died already,
+// and the kernel will send no signal. Then the process exits at once.
 void die_with_parent(int parent_pid);
 
 // A worker calls this once, at start-up. It makes freed memory stay with the process. With malloc's default
@@ -16,8 +16,8 @@ void die_with_parent(int parent_pid);
 void keep_freed_memory();
 
 // Remembers the process in which it was made. A child of fork() lacks the threads, sockets and streams of its
-// parent, so their holders call is_this() first. They do so several times per frame, so is_this() is a load;
-// getpid() would be a system call.
+// parent, so objects that use these call is_this() first. This happens several times per frame, so is_this()
+// only reads memory; getpid() would be a system call.
 class HomeProcess {
  public:
   HomeProcess();

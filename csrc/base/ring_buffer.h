@@ -1,4 +1,5 @@
-// A FIFO in a ring of fixed size, which the constructor allocates. Not thread-safe; the owner guards it.
+// A RingBuffer is a FIFO in a ring of fixed size, which the constructor allocates. Not thread-safe; the owner
+// guards it.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// Statistics and transfer records of channels, as dicts and rows for Python. Called with the GIL held.
+// Converts statistics and transfer records of channels to dicts and rows for Python. Called with the GIL
+// held.
 #pragma once
 
 #include <pybind11/pybind11.h>

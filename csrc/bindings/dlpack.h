@@ -1,5 +1,5 @@
-// The DLPack structures that the core needs (ABI of DLPack 0.x and 1.x, https://dmlc.github.io/dlpack),
-// declared by hand. Plain C layout.
+// Declares by hand the DLPack structures that the core needs (ABI of DLPack 0.x and 1.x,
+// https://dmlc.github.io/dlpack). Plain C layout.
 #pragma once
 
 #include <cstdint>
@@ -46,9 +46,9 @@ struct DLManagedTensorVersioned {
   DLTensor dl_tensor;
 };
 
-// A framework's table of functions that convert its tensors, which are Python objects (DLPack 1.3). They need
-// the GIL, and return 0, or -1 with a Python error set. The tensors' type has the table as its attribute
-// __dlpack_c_exchange_api__: a capsule with the name kDLPackExchangeApi.
+// A framework's table of functions that convert its tensors, which are Python objects (DLPack 1.3). The
+// functions need the GIL, and return 0, or -1 with a Python error set. The table is in the attribute
+// __dlpack_c_exchange_api__ of the tensors' type, as a capsule with the name kDLPackExchangeApi.
 struct DLPackExchangeAPI {
   DLPackVersion version;
   struct DLPackExchangeAPI* prev_api;

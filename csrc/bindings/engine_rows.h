@@ -1,4 +1,4 @@
-// Records of a stage engine, as rows and dicts for Python. Called with the GIL held.
+// Converts records of a stage engine to rows and dicts for Python. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,7 +11,7 @@ namespace pipedream {
 
 // (forward, backward)
 [[nodiscard]] pybind11::list version_rows(const std::vector<VersionsRead>& versions);
-// (kind, stage, minibatch, microbatch, asked, ready, completed, wait, compute), the last five in ns
+// Rows of (kind, stage, minibatch, microbatch, asked, ready, completed, wait, compute), the last five in ns.
 [[nodiscard]] pybind11::list span_rows(const std::vector<Span>& spans);
 [[nodiscard]] pybind11::dict totals_entry(const EngineTotals& totals);
 

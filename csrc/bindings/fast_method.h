@@ -1,7 +1,7 @@
 // Binds methods that are called for every work item, with Python's own calling convention (METH_FASTCALL),
 // which passes a pointer to the arguments. pybind11 would pack the arguments into a tuple, look for an
-// overload and cast each argument by its type. That is several times as much code, and it is no longer in the
-// processor's caches at the next work item. Called with the GIL held.
+// overload and cast each argument by its type. That runs several times as much code, which would no longer be
+// in the processor's caches at the next work item. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -40,7 +40,7 @@ std::array<PyMemberDef, 8> g_members{{
 
 PyTypeObject* g_type = nullptr;  // set once, when the module is imported
 
-// Takes keywords alone; each sets the member of its name.
+// Accepts keyword arguments only. Each sets the member with the same name.
 int init(PyObject* self, PyObject* arguments, PyObject* keywords) {
   if (PyTuple_GET_SIZE(arguments) != 0) {
     PyErr_SetString(PyExc_TypeError, "ItemFields() takes keywords alone");

@@ -1,5 +1,5 @@
-// ItemFields as a Python object. Python reads and sets members of the struct itself, because it does so for
-// every work item. Called with the GIL held.
+// Makes ItemFields a Python type. Python reads and sets members of the C++ struct directly, which is fast
+// enough to do for every work item. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -46,7 +46,8 @@ constexpr PyMemberDef number_member(const char* name, std::size_t offset, const 
   return {name, T_LONGLONG, static_cast<Py_ssize_t>(offset), READONLY, doc};
 }
 
-// The members of a WorkItem. A number becomes a Python object only when it is read; most are never read.
+// The members of a WorkItem. A number becomes a Python object only when it is read, because most numbers are
+// never read.
 std::array<PyMemberDef, 17> g_members{{
     object_member("kind", offsetof(PyWorkItem, kind),
                   "FORWARD, RECOMPUTE, BACKWARD, UPDATE, EVALUATE, SEND, RECV or DONE"),

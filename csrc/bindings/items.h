@@ -1,5 +1,5 @@
-// The Python types of received items: a work item, and an item outside the schedule. Called with the GIL
-// held.
+// Makes the Python types of received items: a work item, and an item outside the schedule. Called with the
+// GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,7 +16,7 @@
 
 namespace pipedream {
 
-// Owns a received item whose tensors Python borrows, and keeps its pool alive as long.
+// Owns a received item whose tensors Python borrows, and keeps the item's pool alive until then.
 struct ItemHolder {
   std::shared_ptr<Pool> pool;
   ReceivedItem item;

@@ -1,4 +1,5 @@
-// The extension module pipedream._core. One file per subsystem; this one lists them and translates errors.
+// Defines the extension module pipedream._core. Each subsystem has its own file; this file calls them and
+// translates errors.
 #include <pybind11/pybind11.h>
 
 #include "base/failure.h"

@@ -1,5 +1,5 @@
-// pipedream._core: the exact partition, and the memory and time of plans. Called with the GIL held. Python
-// passes
+// Binds for pipedream._core the exact partition, and the memory and time of plans. Called with the GIL held.
+// Python passes
 //   layers    as one list per figure, with one entry per layer
 //   stages    as tuples (first_layer, last_layer, num_replicas)
 //   factors   as a list per layer of (weight_bytes, factor_bytes, product_s), one for each weight whose

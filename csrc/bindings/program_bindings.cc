@@ -1,5 +1,5 @@
-// pipedream._core: opcodes, programs as data and as text, and the replay that checks them. For Python an id
-// is an int, and an opcode or a phase is its name. Called with the GIL held.
+// Binds for pipedream._core the opcodes, programs as data and as text, and the replay that checks programs.
+// For Python an id is an int, and an opcode or a phase is its name. Called with the GIL held.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

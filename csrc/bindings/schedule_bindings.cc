@@ -1,5 +1,5 @@
-// pipedream._core: the options of schedules and what follows from them, and the placement of stages. For
-// Python an id is an int. Called with the GIL held.
+// Binds for pipedream._core the options of schedules, the facts that follow from the options, and the
+// placement of stages. For Python an id is an int. Called with the GIL held.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// pipedream._core: segments of the worker's planned memory for torch's caching allocator.
+// Gives torch's caching allocator segments of the worker's planned memory.
 //
 // torch.cuda.memory.CUDAPluggableAllocator finds the two C functions by name in this module's file. Torch
 // calls them without the GIL, on any thread that allocates. There is one arena per process, because a process
@@ -33,7 +33,8 @@ void wait_for(pipedream::Device& device) {
   try {
     device.synchronize();
   } catch (const pipedream::DeviceError&) {
-    // Torch's next CUDA call reports the error. Nothing runs on the device any more.
+    // The error is ignored here, because torch's next CUDA call reports it. Nothing runs on the device any
+    // more.
   }
 }
 

@@ -1,5 +1,5 @@
-// pipedream._core.ShardExchange: Python's access to a worker's exchange of shards. Between the calls Python
-// makes the optimizer's steps. Called with the GIL held; a wait releases it.
+// Defines pipedream._core.ShardExchange, Python's access to a worker's exchange of shards. Between the calls
+// Python does the optimizer's steps. Called with the GIL held; a wait releases it.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,6 +1,6 @@
-// pipedream._core: the replay of programs in time (planner/replay.h). For Python, durations are objects of
-// the types in durations.h, and an opcode is its name. Called with the GIL held. A replay runs without the
-// GIL, and takes it to call `shuffled`.
+// Binds for pipedream._core the replay of programs in time (planner/replay.h). For Python, durations are
+// objects of the types in durations.h, and an opcode is its name. Called with the GIL held. A replay runs
+// without the GIL, and takes it to call `shuffled`.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -28,8 +28,8 @@ namespace {
 
 using Figures = std::vector<double>;
 using Programs = std::vector<std::vector<Instruction>>;
-// A machine that several workers share: the number of its workers, and the speed of each when 1, 2, ... of
-// them are at work at once.
+// A machine that several workers share: the number of its workers, and the speed of each worker when 1, 2,
+// ... of them are at work at once.
 using Host = std::optional<std::pair<std::size_t, Figures>>;
 using Factors = std::map<std::string, Figures>;
 using Shuffled = std::function<Figures(std::size_t, const std::string&)>;
@@ -68,8 +68,8 @@ double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches
   return steady_ms(options, num_minibatches, timing);
 }
 
-// (makespan_ms, bubble_share, steady_bubble_share, ms_per_minibatch). The last two are None if there are too
-// few minibatches for a steady state.
+// Returns (makespan_ms, bubble_share, steady_bubble_share, ms_per_minibatch). The last two are None if there
+// are too few minibatches for a steady state.
 py::tuple summary_fields(const TimelineSummary& summary) {
   if (!summary.steady)
     return py::make_tuple(summary.makespan_ms, summary.bubble_share, py::none(), py::none());

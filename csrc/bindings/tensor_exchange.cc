@@ -194,7 +194,7 @@ class KeptTensors {
   KeptTensors(const KeptTensors&) = delete;
   KeptTensors& operator=(const KeptTensors&) = delete;
 
-  // owner: keeps alive what the tensor's DLTensor needs besides the tensor (look_at()).
+  // owner: an object that the tensor's DLTensor needs in addition to the tensor (look_at()).
   void keep(py::object tensor, std::shared_ptr<void> owner) {
     kept_.emplace_back(std::move(tensor), std::move(owner));
   }
@@ -213,7 +213,8 @@ std::span<const std::byte> bytes_of(const DLTensor& tensor) {
   return {static_cast<const std::byte*>(tensor.data) + tensor.byte_offset, num_bytes};
 }
 
-// Up to this size, hashing takes less time than it may take to release the GIL and to get it back.
+// Up to this size the GIL is kept, because hashing takes less time than releasing the GIL and getting it back
+// may take.
 constexpr std::size_t kHashedWithTheGilBytesMax = std::size_t{64} << 10;
 
 // The hash covers contents, dtypes and shapes.
@@ -298,7 +299,7 @@ bool TensorExchange::is_plain(const py::handle& tensor, const DLTensor& content)
   return !says(is_neg_) && (content.dtype.code != kDLComplex || !says(is_conj_));
 }
 
-// The tensor's DLTensor, which is valid until the tensor changes or dies, and while owner lives.
+// The tensor's DLTensor. It is valid as long as `owner` and the tensor live and the tensor does not change.
 DLTensor TensorExchange::look_at(const py::handle& tensor, std::shared_ptr<void>& owner) const {
   if (table_ != nullptr && table_->dltensor_from_py_object_no_sync != nullptr) {
     DLTensor content{};

@@ -1,5 +1,5 @@
-// Passes tensors between Python and the core by DLPack, without a copy and without the ABI of a framework.
-// Python has them as DLPack capsules, or as the framework's own tensors. Called with the GIL held.
+// Passes tensors between Python and the core by DLPack, without a copy and without the ABI of a framework. In
+// Python the tensors are DLPack capsules or the framework's own tensors. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,13 +19,13 @@ struct DLTensor;
 
 namespace pipedream {
 
-// Returns a capsule named "dltensor" over the tensor. The capsule's consumer keeps owner alive until it drops
-// its last reference to the memory. That may happen on any thread, with the GIL or without.
+// Returns a capsule named "dltensor" over the tensor. The capsule keeps `owner` alive until its consumer
+// drops the last reference to the memory. That may happen on any thread, with the GIL or without.
 [[nodiscard]] pybind11::capsule to_capsule(const TensorView& tensor, DeviceType device, int device_index,
                                            std::shared_ptr<void> owner);
 
-// Consumes the capsules. The views are valid while the owner lives, which may die on any thread: the
-// framework takes the GIL if it needs it. Throws UserError, which begins with the text of where(), for a
+// Consumes the capsules. The views are valid while the owner lives. The owner may die on any thread, and the
+// framework takes the GIL if it needs the GIL. Throws UserError, which begins with the text of where(), for a
 // tensor that is not contiguous or not on the device.
 struct Borrowed {
   std::vector<TensorView> tensors;
@@ -44,7 +44,7 @@ class TensorExchange {
   TensorExchange(const pybind11::object& tensor_type, pybind11::object to_capsule,
                  pybind11::object from_capsule, pybind11::object to_plain);
 
-  // Borrows tensors as from_capsules() does. Copies a tensor that is not contiguous, or whose memory does not
+  // Borrows tensors like from_capsules(). Copies a tensor that is not contiguous, or whose memory does not
   // hold its values (a negative or a conjugate view). The owner takes the GIL itself when it dies.
   [[nodiscard]] Borrowed borrow(const pybind11::list& tensors, DeviceType device, int device_index,
                                 const std::function<std::string()>& where) const;
@@ -65,7 +65,7 @@ class TensorExchange {
 
   const DLPackExchangeAPI* table_ = nullptr;  // lives as long as the process
   // The type's methods is_neg() and is_conj(), or None. They say whether a tensor's values are the negatives,
-  // or the conjugates, of those in its memory.
+  // or the conjugates, of the values in its memory.
   pybind11::object is_neg_;
   pybind11::object is_conj_;
   pybind11::object to_capsule_;

@@ -1,5 +1,5 @@
-// Lets Python's threads wait in the core: without the GIL, with checks for signals, and with a Python
-// exception if the wait fails.
+// Lets Python's threads wait in the core. The wait releases the GIL, checks for signals, and raises a Python
+// exception if it fails.
 #pragma once
 
 #include <pybind11/pybind11.h>

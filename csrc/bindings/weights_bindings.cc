@@ -1,5 +1,5 @@
-// pipedream._core: weight layout and native optimizer kernels. Python passes pointers as integers. The caller
-// owns the tensors and has checked dtype, contiguity and size.
+// Binds for pipedream._core the weight layout and the native optimizer kernels. Python passes pointers as
+// integers. The caller owns the tensors and has checked dtype, contiguity and size.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,6 +1,6 @@
-// pipedream._core.Worker: one object per worker. advance() completes a work item, sends its results and waits
-// for the next item. So Python calls the core once per item, and the core releases the GIL once. No wait
-// holds the GIL (waiting.h).
+// Defines pipedream._core.Worker, with one object per worker. advance() completes a work item, sends its
+// results and waits for the next item. So Python calls the core once per item, and the core releases the GIL
+// once. No wait holds the GIL (waiting.h).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -64,7 +64,7 @@ using PortFields = std::pair<std::uint16_t, std::uint16_t>;
 class PyWorker {
  public:
   explicit PyWorker(const WorkerOptions& options) : worker_(std::make_unique<Worker>(options)) {}
-  // In a child of fork() the worker is leaked, because its threads and sockets are the parent's.
+  // In a child of fork() the worker is leaked, because its threads and sockets belong to the parent.
   ~PyWorker() {
     if (!home_.is_this()) static_cast<void>(worker_.release());
   }
@@ -165,7 +165,7 @@ class PyWorker {
         .value();
   }
 
-  // A flat uint8 tensor over one slot of a term. The slot stays leased as long as the tensor lives.
+  // Returns a flat uint8 tensor over one slot of a term. The slot stays leased as long as the tensor lives.
   py::capsule hold_slot(const std::string& term) {
     auto held = std::make_shared<Worker::HeldSlot>(worker_->hold_slot(term));
     TensorView view;
@@ -177,8 +177,8 @@ class PyWorker {
     return to_capsule(view, worker_->device().type(), worker_->device().index(), held);
   }
 
-  // The residuals, which are the values that the channel's codec has not sent yet: flat uint8 tensors, by
-  // item in the order of sending, and by tensor of the item.
+  // Returns the residuals, which are the values that the channel's codec has not sent yet. They are flat
+  // uint8 tensors: a list for each item in the order of sending, with one tensor for each tensor of the item.
   py::list residuals(const std::string& channel) {
     py::list items;
     for (const auto& of_item : worker_->residuals(channel)) {
@@ -197,7 +197,7 @@ class PyWorker {
     return items;
   }
 
-  // edges: all edges of which this worker has one end, each with the name of its channel
+  // edges: all edges with one end at this worker, each with the name of its channel.
   void start(const ScheduleOptions& options, std::int64_t rank,
              const std::vector<std::pair<Edge, std::string>>& edges, std::shared_ptr<TensorExchange> tensors,
              std::size_t num_spans_max) {
@@ -273,7 +273,7 @@ class PyWorker {
     if (!result.value()) return nullptr;
     return item_of(channel, std::move(*result.value()));
   }
-  // (the channel's index in `channels`, its next item), or None after stop_serving().
+  // Returns (the channel's index in `channels`, its next item), or None after stop_serving().
   py::object receive_any(const std::vector<std::string>& channels) {
     auto result = with_signals(
         kForeverSeconds, [&](Deadline deadline) { return worker_->receive_any(channels, deadline); },
@@ -298,7 +298,8 @@ class PyWorker {
     return slot_of_version;
   }
   py::list spans() const { return span_rows(worker_->engine().spans()); }
-  // (sent, received): each a dict of rows by channel. They are complete after wait_for_transfers().
+  // Returns (sent, received). Each is a dict from a channel to its rows, and is complete after
+  // wait_for_transfers().
   py::tuple transfers() const {
     py::dict sent;
     py::dict received;
@@ -340,9 +341,9 @@ class PyWorker {
     return item;
   }
 
-  // Completes the current item, if `made` has its results, and waits for the next. while_waiting: called once
-  // if the next item is not there yet, with that item without its tensors, or with None. Its time counts as
-  // waiting if the item is still not there afterwards.
+  // Completes the current item, if `made` has its results, and waits for the next item. while_waiting: called
+  // once if the next item is not there yet. Its argument is that item without its tensors, or None. The
+  // call's time counts as waiting if the item is still not there afterwards.
   py::object wait_for_work(std::optional<Outgoing> made, std::int64_t compute_ns, py::handle while_waiting) {
     Clock::time_point starved_since = kNotStarved;
     std::optional<SlotIndex> freed;
@@ -388,8 +389,8 @@ class PyWorker {
     return make_work_item(work, fields, tensors, freed ? freed->value() : -1);
   }
 
-  // Throws UserError if nothing could arrive for a while because all slots of a channel are in use: user code
-  // that keeps its input tensors keeps their slots. Garbage may hold tensors, too, so it is collected first.
+  // Throws UserError if nothing could arrive for a while because all slots of a channel are in use. User code
+  // that keeps its input tensors keeps their slots. Garbage may also hold tensors, so it is collected first.
   void check_not_starved(Clock::time_point& starved_since) {
     const ReceiveChannel* channel = worker_->engine().starved_channel();
     if (channel == nullptr) {
@@ -425,7 +426,8 @@ class PyWorker {
 
   const HomeProcess home_;
   std::unique_ptr<Worker> worker_;
-  // The framework's current stream. start() sets it; the threads that drop tensors read it.
+  // Holds the function that returns the framework's current stream. start() sets it; the threads that drop
+  // tensors call it.
   struct CurrentStream {
     std::function<std::uintptr_t()> ask;  // set before is_known becomes true
     std::atomic<bool> is_known{false};

@@ -1,4 +1,5 @@
-// Budget, seal, lease; see the header. Terms lie in memory in the order of add().
+// Implements budget, seal and lease; see the header. Terms lie in memory in the order in which they were
+// added.
 #include "pool/pool.h"
 
 #include <algorithm>

@@ -1,13 +1,14 @@
-// The memory of a worker: budget -> seal -> lease. Before the first minibatch every user adds a term: a
-// number of slots of some size. seal() allocates and pre-faults the sum of all terms once. After that the
-// pool only leases slots.
+// The pool is the memory of a worker: budget -> seal -> lease. Before the first minibatch every user of
+// memory adds a term, which is a number of slots of some size. seal() allocates and pre-faults the sum of all
+// terms once. After that the pool only leases slots.
 //
 // Leasing is O(1), allocates nothing and never waits. Any thread may lease and release; the head of a group's
 // free list is one atomic word. A Lease must not outlive the Pool.
 //
 // Poison: from the seal on every free slot is filled with kPoisonByte. So a read before the first write or
-// after the release shows: NaN in every float type, -1 in the integers. Only memory that the CPU can write is
-// filled. Other device memory is not: a fill would need a stream, ordered with the readers' streams.
+// after the release is easy to see: it gives NaN in every float type and -1 in the integers. Only memory that
+// the CPU can write is filled. Other device memory is not: a fill would need a stream, ordered with the
+// readers' streams.
 #pragma once
 
 #include <atomic>
@@ -32,11 +33,11 @@ struct PoolTerm {
   std::size_t slot_bytes = 0;  // 0 is allowed: a stage without parameters still counts its versions
   std::int64_t num_slots = 0;
   MemoryKind kind = MemoryKind::kDevice;
-  // False: never poisoned. For a user that reads bytes which it did not write (device.h says their values),
-  // and for slots that enqueued work still reads after their release.
+  // Whether free slots are poisoned. False for a user that reads bytes which it did not write (device.h says
+  // their values), and for slots that enqueued work still reads after their release.
   bool poison = true;
-  // Makes separate memory for this term, num_bytes long, at the seal; the pool owns it. Empty: the term
-  // shares an allocation with the others of its kind.
+  // Makes separate memory of num_bytes for this term when the pool is sealed; the pool owns it. If empty, the
+  // term shares an allocation with the other terms of its kind.
   std::function<std::unique_ptr<Memory>(std::size_t num_bytes)> allocate{};
 };
 
@@ -50,8 +51,8 @@ inline constexpr std::int64_t kNumSlotsMax = 65535;  // of one term
 
 inline constexpr std::byte kPoisonByte{0xFF};
 
-// $PIPEDREAM_POISON, 1 or 0; without it on in debug builds (CMAKE_BUILD_TYPE=Debug) and off in others. Throws
-// UserError for another value.
+// Whether $PIPEDREAM_POISON is 1 and not 0. If it is not set, true in debug builds (CMAKE_BUILD_TYPE=Debug)
+// and false in others. Throws UserError for another value.
 [[nodiscard]] bool poison_by_default();
 
 class SlotGroup;
@@ -96,7 +97,7 @@ struct TermReport {
   std::size_t peak_bytes = 0;     // most that was leased at once, with the spacing
 };
 
-// The slots of one term. The free ones are a stack, so that a slot that is still in the caches is used first.
+// The slots of one term. Free slots form a stack, so that a slot that is still in the caches is used first.
 // They are linked by index. The stack's head is one word, so that a lease and a release are one atomic
 // exchange each:
 //
@@ -114,12 +115,14 @@ class SlotGroup {
 
   // Empty when all slots are out. Allocates nothing.
   [[nodiscard]] std::optional<Lease> try_lease();
-  // Aborts (our bug) when all slots are out: for users whose plan proves that one is free.
+  // Leases a slot, for users whose plan proves that a slot is free. Aborts (our bug) when all slots are
+  // leased.
   [[nodiscard]] Lease lease();
   [[nodiscard]] std::int64_t num_free() const;
   [[nodiscard]] const PoolTerm& term() const { return term_; }
   [[nodiscard]] std::byte* slot_data(SlotIndex slot) const;
-  // Runs after each release, on the releasing thread, outside the lock. Set before the first lease.
+  // The callback runs after each release, on the releasing thread, outside the lock. It is set before the
+  // first lease.
   void on_release(std::function<void()> callback);
   [[nodiscard]] TermReport report() const;
 
@@ -170,8 +173,9 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
   ~Pool();
 
-  // Before seal. The reference stays valid; leases only after seal. Throws UserError for a second term
-  // of one name, for more than kNumSlotsMax slots and for a size that overflows, aborts after seal.
+  // Adds a term; aborts after seal(). The returned reference stays valid, and its slots can be leased after
+  // seal(). Throws UserError for a second term of one name, for more than kNumSlotsMax slots and for a size
+  // that overflows.
   SlotGroup& add(PoolTerm term);
   // Allocates the sum of all terms: one allocation per MemoryKind, and one for each term that has its own
   // `allocate`. Throws UserError with the table of terms if the device has less memory.
@@ -180,7 +184,7 @@ class Pool {
 
   [[nodiscard]] std::size_t planned_bytes(MemoryKind kind) const;
   [[nodiscard]] std::vector<TermReport> report() const;
-  // One term a line with its bytes, then the sum.
+  // A text with one line for each term and its bytes, and then the sum.
   [[nodiscard]] std::string describe() const;
 
  private:

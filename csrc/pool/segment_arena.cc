@@ -1,4 +1,4 @@
-// Best fit over an ordered free list. See the header.
+// Implements best fit over an ordered free list. See the header.
 #include "pool/segment_arena.h"
 
 #include <algorithm>

@@ -2,8 +2,9 @@
 // allocator takes its segments from here. So its tensors lie inside the worker's planned memory and cannot
 // exceed it.
 //
-// Best fit with coalescing. Segments are few and long-lived, so a call may take a microsecond. Any thread; a
-// mutex guards the free list. The caller owns the memory and frees it after the arena.
+// Uses best fit with coalescing. There are few segments, so a search through all free ones is fast enough.
+// free() may also wait for the device. Any thread; a mutex guards the free list. The caller owns the memory
+// and frees it after the arena.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +18,18 @@ class SegmentArena {
  public:
   static constexpr std::size_t kAlignment = 512;  // what cudaMalloc gives at least
 
-  // base: if it is not aligned to kAlignment, its beginning is left unused. wait_until_unused: called before
-  // a freed segment may be given out again, because a device's streams may still use it; cudaFree() waits in
-  // the same way.
+  // base: the memory to divide. If it is not aligned to kAlignment, its beginning is not used.
+  // wait_until_unused: called by free() before the segment may be given out again, because a device's streams
+  // may still use it. cudaFree() waits in the same way.
   SegmentArena(std::byte* base, std::size_t num_bytes, std::function<void()> wait_until_unused = {});
   SegmentArena(const SegmentArena&) = delete;
   SegmentArena& operator=(const SegmentArena&) = delete;
   ~SegmentArena() = default;
 
-  // Null when no free piece is large enough: the caller reports that memory is full.
+  // Null when no free piece is large enough. Then the caller reports that memory is full.
   [[nodiscard]] std::byte* allocate(std::size_t num_bytes);
-  // Aborts (our bug, or the framework's) for a pointer that allocate() did not give or that was freed before.
+  // Aborts (our bug, or the framework's) for a pointer that allocate() did not return or that was freed
+  // before.
   void free(std::byte* segment);
 
   [[nodiscard]] std::size_t peak_bytes() const;

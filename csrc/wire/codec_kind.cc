@@ -1,4 +1,4 @@
-// The table of codecs and dtypes. Pure functions; any thread.
+// Implements the table of codecs and the dtypes that they encode. Pure functions; any thread.
 #include "wire/codec_kind.h"
 
 namespace pipedream {

@@ -1,5 +1,5 @@
-// The codec's number in a frame, and the dtypes that each codec encodes. codec/codec.h has the codecs. Pure
-// functions; any thread.
+// Defines the codec's number in a frame, and the dtypes that each codec encodes. codec/codec.h has the
+// codecs. Pure functions; any thread.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// CRC-32C (Castagnoli): reflected polynomial 0x82F63B78, initial value and final xor all ones, as in iSCSI
-// (RFC 3720, appendix B.4). Any thread.
+// Computes CRC-32C (Castagnoli): reflected polynomial 0x82F63B78, initial value and final xor all ones, as in
+// iSCSI (RFC 3720, appendix B.4). Any thread.
 #include "wire/crc32c.h"
 
 #include <array>

@@ -1,4 +1,4 @@
-// The two implementations of crc32c() in frame.h, declared here so that tests can compare them. Any thread.
+// Declares the two implementations of crc32c() in frame.h, so that tests can compare them. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,8 @@ namespace pipedream {
 // Looks up one byte at a time in a table. Runs on every processor.
 [[nodiscard]] std::uint32_t crc32c_table(std::span<const std::byte> bytes, std::uint32_t seed);
 
-// Uses the SSE4.2 instruction for eight bytes at a time. Call it only if has_crc32c_instruction().
+// Whether this processor has the SSE4.2 instruction for CRC-32C. crc32c_instruction() uses it for eight bytes
+// at a time, and may be called only then.
 [[nodiscard]] bool has_crc32c_instruction();
 [[nodiscard]] std::uint32_t crc32c_instruction(std::span<const std::byte> bytes, std::uint32_t seed);
 

@@ -1,8 +1,9 @@
 // Computes the fingerprint of bytes, as fast as they come from memory. The bytes are read in stripes of eight
-// words of 64 bits, one word per lane. Each lane has two sums. The first is of its words, so that one changed
-// word always shows. The second is of products of each word's halves, under a key that differs between
-// stripes, so that the order of words shows. Then the lanes, the bytes after the last stripe, and the length
-// are mixed. Not cryptographic. Workers compare the results, so it is part of the wire format. Any thread.
+// words of 64 bits, one word per lane. Each lane has two sums. The first adds the lane's words, so that one
+// changed word always changes the result. The second adds products of each word's halves, with a key that
+// differs between stripes, so that the result depends on the order of words. Then the lanes, the bytes after
+// the last stripe, and the length are mixed. Not cryptographic. Workers compare the results, so it is part of
+// the wire format. Any thread.
 #include <array>
 #include <bit>
 #include <cstring>

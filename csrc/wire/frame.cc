@@ -123,7 +123,8 @@ Failure corrupt_field(std::string_view field, Value value, const std::string& ru
   return corrupt(std::string(field) + " " + std::to_string(value) + ", " + rule);
 }
 
-// The tensor's bytes by shape and dtype. Empty if they do not fit 64 bits. No dimension may be negative.
+// The number of bytes of a tensor with this shape and dtype. Empty if the number does not fit 64 bits. No
+// dimension may be negative.
 std::optional<std::uint64_t> shape_bytes(const FrameHeader& header) {
   std::uint64_t num_bytes = dtype_bytes(header.dtype);
   bool overflow = false;
@@ -197,7 +198,8 @@ Failure not_zero(const FrameHeader& header, std::string_view field, Value value)
                        "must be 0 in a " + std::string(frame_kind_name(header.kind)) + " frame");
 }
 
-// Frames without a tensor leave its fields zero: what nobody reads, nobody may smuggle.
+// Checks that a frame without a tensor has zeros in the tensor's fields. So no bytes can be hidden in fields
+// that nobody reads.
 std::optional<Failure> tensorless_violation(const FrameHeader& header) {
   if (header.num_tensors != 0) return not_zero(header, "num_tensors", header.num_tensors);
   if (header.tensor_index != 0) return not_zero(header, "tensor_index", header.tensor_index);

@@ -1,5 +1,5 @@
-// The frame header: a fixed layout written by hand, little endian, with a checksum. Nothing here allocates
-// memory or uses sockets. Any thread.
+// Defines the frame header: a fixed layout written by hand, little endian, with a checksum. Nothing here
+// allocates memory or uses sockets. Any thread.
 //
 // A receiver checks magic, format version, checksum and ranges before it uses a single field. channel/ then
 // checks against the plan whether this frame may come now.
@@ -42,7 +42,8 @@ enum class FrameKind : std::uint8_t {
 
 [[nodiscard]] std::string_view frame_kind_name(FrameKind kind);
 
-// The conversation that a frame belongs to. A frame with another identity is from another run or incarnation.
+// Identifies the conversation to which a frame belongs. A frame with another identity is from another run or
+// incarnation.
 struct LinkIdentity {
   std::uint64_t run_id = 0;
   std::uint32_t incarnation = 0;
@@ -62,12 +63,13 @@ struct FrameHeader {
   DType dtype = DType::kUInt8;
   std::uint8_t num_dims = 0;
   std::array<std::int64_t, kNumDimsMax> shape{};
-  // CREDIT of a posted place (one slot): the place's bytes, and its offset in the shared memory.
+  // In a CREDIT of a posted place, which grants one slot, these are the place's bytes and its offset in the
+  // shared memory.
   std::uint64_t tensor_bytes = 0;
   std::uint64_t chunk_offset = 0;
   std::uint64_t payload_bytes = 0;
-  // The chunk's bytes, if the sender has written them into the receiver's slot itself (same host, shared
-  // memory); the frame then has no payload.
+  // The number of the chunk's bytes, if the sender itself has written them into the receiver's slot (same
+  // host, shared memory). Then the frame has no payload.
   std::uint64_t placed_bytes = 0;
   ItemFields fields{};               // TENSOR: of the item, the same in all its frames; END: boundary_events
   std::uint64_t plan_hash = 0;       // HELLO
@@ -104,8 +106,8 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 //     TENSOR has_last_slot.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
-// The rules of decode() that concern single fields. A link checks each header before it sends: a header that
-// the peer would refuse is our bug.
+// Checks the rules of decode() that concern single fields. A link checks each header before it sends it,
+// because a header that the peer would refuse is our bug.
 [[nodiscard]] std::optional<Failure> find_violation(const FrameHeader& header);
 
 // CRC-32C (Castagnoli). Uses the processor's instruction for it, if there is one.

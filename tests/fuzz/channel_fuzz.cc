@@ -1,9 +1,12 @@
-// A peer that says anything: the whole way of a frame from a link's first HELLO to a slot of the pool. What
-// is not the next thing that the protocol and the plan allow ends the link with CorruptFrame; nothing is
-// written outside a slot, and every slot comes back.
+// Fuzzes a receiving channel with a peer that may send anything, from the link's HELLO until tensors lie in
+// slots of the pool. Any frame that the protocol and the plan do not allow next must end the link with
+// CorruptFrame. Nothing may be written outside a slot or a posted place, and every slot must come back.
 //
-// An input is a list of frames. Each is the one that is due, then changed: [number of changes, then field and
-// value each], payload from the input. Checksums are made right, or no frame would come past the first check.
+// An input is a mode byte (take_mode()) and then the frames. A frame's first byte is a set of bits, which
+// feed() reads: take an item, drop one, read the payload from the input, shorten the payload, post no place,
+// use the last slot again. Its two highest bits are the number of changes. Each frame starts as the frame
+// that an honest sender would send next. The changes follow, with field and value each, and then the payload.
+// Checksums are corrected, because otherwise the first check would refuse every changed frame.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -51,8 +54,8 @@ ChannelOptions channel_options(const Mode& mode) {
   return options;
 }
 
-// The frames of an honest sender, one after the other. It fills the slots that it was granted; what it has
-// none for goes where no slot may be.
+// Makes the frames of an honest sender, one after the other. It fills the slots that it was granted. Without
+// a granted slot an item goes to a slot that it was not granted.
 class Sender {
  public:
   explicit Sender(const Mode& mode) : codec_(mode.codec), num_tensors_(mode.takes_posts ? 1 : 2) {}
@@ -64,7 +67,7 @@ class Sender {
       note_granted(header.slot + 1U + static_cast<unsigned>(std::countr_zero(left)));
     }
   }
-  // reuses: an item that begins now goes where the last one went, granted or not.
+  // reuses: whether an item that begins now goes to the last item's slot, even if that slot is not granted.
   void choose_slot(bool reuses) {
     if (tensor_index_ != 0 || offset_ != 0 || reuses) return;
     slot_ = granted_.empty() ? static_cast<std::uint16_t>(item_ % kNumSlots) : granted_.front();
@@ -98,7 +101,7 @@ class Sender {
     return header;
   }
 
-  // Before it arrives: what it brings may free the slot again.
+  // Called before the frame arrives, because its arrival may free the slot again.
   void fills(const FrameHeader& header) {
     if (header.kind == FrameKind::kTensor) std::erase(granted_, header.slot);
   }
@@ -166,7 +169,7 @@ class Places {
   std::size_t num_given_ = 0;
 };
 
-// What the receiver's other threads do: takes some items, and drops some.
+// Does the work of the receiver's other threads: takes an item and drops one, if `how` says so.
 void consume(ReceiveChannel& channel, Wakeup& wakeup, std::deque<ReceivedItem>& held, std::uint8_t how) {
   ReceivedItem item;
   if ((how & 1U) != 0 && wakeup.wait_until(Clock::now(), [&] { return channel.try_take(item); })) {

@@ -1,5 +1,6 @@
-// Encoded tensors from a stranger: what passes encoding_violation decodes within its tensor; and any values
-// encode to bytes that pass it and decode to the same again.
+// Fuzzes the codecs with bytes from a stranger. If encoding_violation() accepts encoded bytes, decoding must
+// not write outside the tensor. Any values must encode to bytes that encoding_violation() accepts and that
+// can be decoded.
 #include <bit>
 #include <cmath>
 #include <iterator>
@@ -16,7 +17,7 @@ constexpr std::size_t kNumElementsMax = 4096;
 constexpr std::byte kGuard{0xA5};
 constexpr std::size_t kNumGuardBytes = 64;
 
-// Memory of exactly so many bytes with guards behind it; a sanitizer sees more.
+// Memory of num_bytes with guard bytes behind it, which the destructor checks. A sanitizer finds more.
 class Guarded {
  public:
   explicit Guarded(std::size_t num_bytes)
@@ -42,7 +43,8 @@ void fill(std::span<std::byte> to, FuzzInput& input) {
   std::copy(bytes.begin(), bytes.end(), to.begin());
 }
 
-// Inputs of the corpus from when there were two: 0 and 1 are what they were.
+// The first two dtypes keep their numbers 0 and 1, because the corpus has inputs from a time when there were
+// only two.
 DType take_dtype(FuzzInput& input) {
   constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
   return kDTypes[input.take<std::uint8_t>() % std::size(kDTypes)];

@@ -1,4 +1,5 @@
-// Bytes from a stranger as a frame header: refused, or a header that encodes to the same bytes.
+// Fuzzes the decoder of frame headers with bytes from a stranger. It must refuse them, or return a header
+// that encodes to the same bytes.
 #include <cstring>
 #include <string>
 
@@ -8,7 +9,7 @@
 namespace pipedream {
 namespace {
 
-// Where the last field lies: a checksum that no fuzzer guesses.
+// The offset of the last field, the checksum. No fuzzer guesses a checksum, so it is corrected.
 constexpr std::size_t kChecksumOffset = kFrameHeaderBytes - sizeof(std::uint32_t);
 
 void check(std::span<const std::byte> bytes) {

@@ -1,4 +1,4 @@
-// Helpers of the fuzz targets: reading an input piece by piece, and a check that stops the fuzzer.
+// Helpers of the fuzz targets: they read an input piece by piece, and stop the fuzzer when a check fails.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,12 @@
 
 #include "base/check.h"
 
-// libFuzzer's entry, one per target; replay.cc calls it too.
+// The function that libFuzzer calls; each target has one. replay.cc also calls it.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t num_bytes);
 
 namespace pipedream {
 
-// Takes values off the front of an input; what is missing is zero.
+// Takes values off the front of an input. Beyond the input's end every value is zero.
 class FuzzInput {
  public:
   FuzzInput(const std::uint8_t* data, std::size_t num_bytes) : left_(data, num_bytes) {}

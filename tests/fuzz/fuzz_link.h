@@ -1,6 +1,6 @@
-// A link for the fuzz targets: no socket, no thread. What the input says that a peer sends arrives, what
-// would be sent is looked at and dropped, and whoever calls drives the transport, so that what was posted
-// runs.
+// A link for the fuzz targets, without sockets and threads. Frames that the input wants the peer to send
+// arrive at once. Frames that this side would send are decoded and dropped. The calling thread drives the
+// transport, so that posted functions run.
 #pragma once
 
 #include <bit>
@@ -33,7 +33,7 @@ class SilentTransport final : public TransportCore {
 
 class FuzzLink final : public LinkCore {
  public:
-  // on_carried: hears of every header that would be sent; each of them decodes.
+  // on_carried: called with every header that would be sent. Each header must be decodable.
   FuzzLink(TransportCore& transport, LinkOptions options, LinkHandler& handler,
            std::function<void(const FrameHeader&)> on_carried)
       : LinkCore(transport, std::move(options), handler, Role::kListener),
@@ -44,7 +44,7 @@ class FuzzLink final : public LinkCore {
 
   // Runs the tasks that were posted.
   void drive() { transport().drive_without_thread(); }
-  // Brings a frame as from the peer, and runs the tasks that it has posted.
+  // Delivers a frame as if the peer had sent it, and runs the tasks that its handler has posted.
   void bring(const FrameHeader& header, std::span<const std::byte> payload) {
     FrameHeaderBytes bytes;
     encode(header, bytes);

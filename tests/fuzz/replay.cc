@@ -1,9 +1,10 @@
-// Drives a fuzz target without libFuzzer: every file of the corpus, then mutations of them, from a seed.
+// Runs a fuzz target without libFuzzer: with every file of the corpus, and then with random mutations of
+// these files, from a seed.
 //
 //   pd_frame_fuzz [-runs=N] [-seed=N] [FOLDER]...
 //
-// The mutations know nothing of coverage; libFuzzer finds inputs, this proves with any compiler that those
-// that were found, and their neighbours, stay harmless.
+// The mutations are not guided by coverage. libFuzzer finds new inputs; this program shows, with any
+// compiler, that known inputs and slight changes of them stay harmless.
 #include <algorithm>
 #include <charconv>
 #include <cstdint>

@@ -1,8 +1,8 @@
-// Writes the first inputs of each fuzz target: what is valid, so that mutations start near the border.
+// Writes the first inputs of each fuzz target. They are valid, so that mutations of them are almost valid.
 //
 //   pd_seed_corpus tests/fuzz/corpus
 //
-// Inputs that libFuzzer found later lie beside them, under the name of their hash (`make fuzz`).
+// Inputs that libFuzzer finds later lie in the same folder, named by their hash (`make fuzz`).
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -90,7 +90,8 @@ void write_frames(const std::filesystem::path& folder) {
   write_frame(folder, "beat", header);
 }
 
-// kind, share, dtype, number of elements, whether to decode first, bytes
+// An input is the codec's kind, its share, the dtype, the number of elements, whether to decode first, and
+// the bytes.
 void write_codecs(const std::filesystem::path& folder) {
   for (std::uint8_t kind = 0; kind < 5; ++kind) {
     for (std::uint8_t decodes = 0; decodes < 2; ++decodes) {
@@ -106,8 +107,9 @@ void write_codecs(const std::filesystem::path& folder) {
   }
 }
 
-// codec, or posted places, then per frame: changes (2 bits), the slot of the last item again, no post,
-// shortened payload, payload from the input, drop an item, take one
+// An input is a byte for the codec or posted places, and then a byte for each frame. From the highest bit
+// down its bits are: number of changes (2 bits), use the last item's slot again, post no place, shorten the
+// payload, read the payload from the input, drop an item, take an item.
 void write_channels(const std::filesystem::path& folder) {
   for (std::uint8_t codec = 0; codec < 5; ++codec) {
     Bytes honest(64, 3);
@@ -133,8 +135,9 @@ void write_channels(const std::filesystem::path& folder) {
   }
 }
 
-// path, then per step: an item (0), the end (4), what was released (1), or a credit (2, or 10 with a place),
-// whose first is HELLO; the two highest bits count its changes
+// An input is the path and then a byte for each step: send an item (0), send the end (4), collect released
+// items (1), or receive a credit (2; 10 with a place). The first credit is a HELLO instead. A credit's two
+// highest bits are the number of changes.
 void write_senders(const std::filesystem::path& folder) {
   for (std::uint8_t path = 0; path < 4; ++path) {
     const auto credit = static_cast<std::uint8_t>(path == 3 ? 10 : 2);

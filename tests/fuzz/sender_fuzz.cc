@@ -1,9 +1,10 @@
-// A receiver that says anything: credits, posts and what else comes back to a sending channel. What is not
-// allowed ends the link with CorruptFrame; items leave only into slots that were granted, nothing is written
-// outside the memory that the receiver shares, and every item is released in the end.
+// Fuzzes a sending channel with a receiver that may send back anything: credits, posted places and other
+// frames. A frame that is not allowed must end the link with CorruptFrame. Items may be sent only to granted
+// slots, nothing may be written outside the memory that the receiver shares, and every item must be released
+// in the end.
 //
-// An input is a list of steps: an item or the end is sent, or a frame comes, a CREDIT of the next slot that
-// the input then changes.
+// An input is the path (take the byte modulo 4) and then steps. A step sends an item or the end, collects
+// released items, or lets a frame arrive: a CREDIT of the next slot, which the input may change.
 #include <array>
 #include <memory>
 #include <optional>
@@ -34,8 +35,8 @@ ChannelOptions channel_options(Path path) {
   return options;
 }
 
-// The slots that the receiver has granted, and the frames that the sender has filled them with. A receiver
-// may lie and grant a slot again before an item that has it is framed: then two items may have it.
+// Checks that the sender fills only slots that the receiver has granted. A lying receiver may grant a slot
+// again before the item for that slot is sent. Then two items may go to the slot.
 class Grants {
  public:
   void note_credit(const FrameHeader& credit) {
@@ -110,7 +111,7 @@ class Steps {
   bool ended_ = false;
 };
 
-// The receiver's shared memory as the sender opens it; null if it shares none.
+// The receiver's shared memory at both ends; null if the receiver shares none.
 struct Shared {
   std::unique_ptr<SharedMemory> receivers;
   std::unique_ptr<SharedMemory> senders;

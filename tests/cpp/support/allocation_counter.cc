@@ -1,5 +1,5 @@
-// Interposes malloc and its relatives: the definitions here take precedence over the C library's in every
-// library of the process, and call them. See the header for the threads.
+// Interposes malloc and its relatives. In every library of the process the functions here are called in place
+// of the C library's functions, and call those. See the header for the threads.
 #include "support/allocation_counter.h"
 
 #include <dlfcn.h>
@@ -94,8 +94,8 @@ struct Allocator {
   int (*posix_memalign)(void** data, std::size_t alignment, std::size_t num_bytes) = nullptr;
 };
 
-// Memory for the look-up of the real functions, which may itself allocate. It is never freed. The look-up
-// runs before main(), when there is one thread.
+// Memory for allocations during the look-up of the C library's functions. It is never freed. The look-up runs
+// before main(), when there is one thread.
 alignas(std::max_align_t) std::array<std::byte, 8192> first_memory{};
 std::size_t num_first_memory_used = 0;
 
@@ -159,7 +159,7 @@ PD_INTERPOSED void* realloc(void* data, std::size_t num_bytes) noexcept {
   const Allocator* const real = real_allocator();
   if (real == nullptr && data == nullptr) return take_first_memory(num_bytes);
   if (real == nullptr || is_first_memory(data)) {
-    // The old size is not known. It is at most the rest of first_memory.
+    // The old block's size is not known, but it is at most the rest of first_memory.
     void* const grown = real == nullptr ? take_first_memory(num_bytes) : real->malloc(num_bytes);
     const auto* const end = first_memory.data() + first_memory.size();
     const auto num_left = static_cast<std::size_t>(end - static_cast<const std::byte*>(data));

@@ -33,7 +33,7 @@ namespace {
 constexpr std::size_t kNumStreamsMax = 256;  // of a process, at once
 constexpr std::byte kPoison{0xFF};
 
-// For each stream: the number of its operations that an operation is ordered after.
+// For each stream, the number of its operations that come before a given operation.
 using Seen = std::array<std::uint64_t, kNumStreamsMax>;
 
 void join(Seen& seen, const Seen& other) {
@@ -231,7 +231,7 @@ class HostileQueue {
     device_.end_context(lock, why);
   }
 
-  // This and the following functions are called under the driver's mutex.
+  // This function and all functions below it are called under the driver's mutex.
   void wake() { wake_.notify_all(); }
   [[nodiscard]] bool copies() const { return copies_; }
   [[nodiscard]] bool uses(std::uint64_t allocation) {
@@ -417,10 +417,11 @@ class HostileStream final : public Stream {
 
 // ---- Memory ----
 
-// Device memory: one mapping for the streams' threads, and as many addresses that nobody may access.
+// Device memory has two mappings: one for the streams' threads, and one of the same size that nobody may
+// access.
 class HostileMemory final : public ExportedMemory {
  public:
-  // fd: of a file of so many bytes at least.
+  // fd: a file of at least num_bytes.
   HostileMemory(HostileDevice& device, std::atomic<int>* count, int fd, std::size_t num_bytes)
       : device_(device),
         count_(count),
@@ -440,7 +441,7 @@ class HostileMemory final : public ExportedMemory {
     allocation.range = {known->second, 0, num_bytes, static_cast<std::byte*>(mapped_), id_};
     if (count_ != nullptr) ++*count_;
   }
-  // The addresses stay reserved, so that a later use of them is found.
+  // The addresses stay reserved, so that a later access to them is detected.
   ~HostileMemory() override {
     {
       std::unique_lock lock(driver().mutex);

@@ -1,4 +1,5 @@
-// A device on the host that behaves like CUDA, and is hostile: code that works by luck fails on it soon.
+// A HostileDevice is a device on the host that behaves like CUDA in the least convenient way, so that code
+// which works only by luck soon fails.
 //
 //   streams     run later, on threads of their own, with random delays; wrapped streams, too. Host functions
 //               of all streams run one after the other
@@ -42,8 +43,9 @@ class HostileDevice final : public Device {
   std::string why_no_memory;         // thrown, as UserError
   bool maps_another_memory = false;  // as a driver might, that reuses numbers
 
-  // The call that fails: the one after so many others of this name; "" counts all calls. It throws
-  // DeviceError with this reason, and ends the context, unless the fault says that the context lives on.
+  // Chooses the call that fails: the call of this name after num_calls_before others; "" counts calls of any
+  // name. The call throws DeviceError with this reason. It also ends the context, unless the fault says that
+  // the context lives on.
   struct Fault {
     std::string call;
     std::uint64_t num_calls_before = 0;
@@ -57,7 +59,7 @@ class HostileDevice final : public Device {
   HostileDevice& operator=(const HostileDevice&) = delete;
 
   void fail(Fault fault);
-  // Enqueues a kernel. It may wait, because it holds up no host functions of other streams.
+  // Enqueues a kernel. The kernel may wait, because it does not hold up host functions of other streams.
   void launch(Stream& stream, std::function<void()> kernel);
   // Enqueues a kernel that ends the context when it runs.
   void launch_fault(Stream& stream, std::string why);
@@ -93,7 +95,7 @@ class HostileDevice final : public Device {
   friend class HostileEvent;
   friend class HostileMemory;
 
-  // All of these are called under the mutex of the process's driver.
+  // All functions below are called under the mutex of the process's driver.
   using Lock = std::unique_lock<std::mutex>;
   void enter(Lock& lock, const char* call);
   void end_context(Lock& lock, const std::string& why);
@@ -117,7 +119,7 @@ class HostileDevice final : public Device {
 // Copies the bytes into new device memory by the stream. The memory is freed only after that copy.
 [[nodiscard]] std::shared_ptr<Memory> upload(Device& device, Stream& stream, std::vector<std::byte> bytes);
 
-// Reads bytes of the device, or of the host, by the stream, after all work that was enqueued before.
+// Reads bytes of the device or of the host by the stream, when all work enqueued before is done.
 [[nodiscard]] std::vector<std::byte> read_bytes(Stream& stream, const void* data, std::size_t num_bytes);
 
 }  // namespace pipedream

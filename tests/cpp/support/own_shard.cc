@@ -1,6 +1,6 @@
-// Hides the shard that ctest gives a test executable from the programs that its tests start, which often are
-// the executable itself with another filter. Every test executable links this. It runs after GoogleTest has
-// read the shard, and before the first test.
+// ctest tells a test executable by environment variables which shard of the tests to run. This file hides
+// them from programs that the tests start, which often are the executable itself with another filter. Every
+// test executable links this. It runs after GoogleTest has read the shard, and before the first test.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// Holds a stream of any device until the gate is opened or destroyed. Tests prove an order with it, without
+// Holds a stream of any device until the gate is opened or destroyed. So tests can prove an order without
 // sleeps.
 #pragma once
 
@@ -16,8 +16,9 @@
 
 namespace pipedream {
 
-// On a hostile device and on the tests' CUDA, work that holds up nothing else holds the stream. Elsewhere a
-// host function does, which also holds up the host functions of all other streams.
+// On a hostile device and on the tests' CUDA the stream is held by work that holds up no other stream. On
+// other devices a host function holds it. On a GPU that function also holds up the host functions of all
+// other streams.
 class StreamGate {
  public:
   StreamGate(Device& device, Stream& stream) {
@@ -32,7 +33,8 @@ class StreamGate {
   StreamGate(const StreamGate&) = delete;
   StreamGate& operator=(const StreamGate&) = delete;
 
-  // Whether other streams can run their host functions while the gate is closed, or need none.
+  // Whether other streams can run their host functions while the gate is closed. False only on a GPU, where
+  // one thread may run all host functions.
   [[nodiscard]] static bool leaves_others_free([[maybe_unused]] const Device& device) {
 #if defined(PD_CUDA_STUB)
     return true;
@@ -66,7 +68,8 @@ class StreamGate {
   bool is_open_ = false;
 };
 
-// Skips a test that closes a gate while channels work, on devices where that would hold up the channels.
+// Skips a test that closes a gate while channels work, if the closed gate would hold up the channels on this
+// device.
 #define PD_SKIP_WITHOUT_GATES(device)                             \
   if (!StreamGate::leaves_others_free(device)) {                  \
     GTEST_SKIP() << "a gate holds all of a GPU's host functions"; \
