@@ -66,8 +66,8 @@ _OF_TORCH = ("TORCH", "PYTORCH_", "ATEN_", "C10_", "CUDA_", "NVIDIA_", "NCCL_", 
 _OF_KERNELS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_")
 _READ_AT_LOAD = (*_OF_PROGRAMS, *_OF_TORCH, *_OF_KERNELS)
 _SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING")  # torch sets them itself, at some time
-# A request to fork says which of the files 0, 1 and 2 are open, as bits. Two other values ask to import
-# _COMPILER, at once or only if no other request waits; they get no answer.
+# A request to fork is one byte, whose bits say which of the files 0, 1 and 2 are open. Two other values ask
+# the server to import _COMPILER, at once or only if no other request waits. Those two get no answer.
 _REQUEST = struct.Struct("<B")
 _IMPORT_COMPILER, _IMPORT_COMPILER_IF_IDLE = 0xFF, 0xFE
 _ANSWER = struct.Struct("<q")  # the worker's pid, or minus the error's number

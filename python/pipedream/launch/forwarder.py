@@ -1,5 +1,5 @@
-"""Forwards data that cannot be pickled to local workers. A thread of the caller's process iterates them, and
-sends each minibatch to the workers of the first and the last stage.
+"""Forwards data that cannot be pickled to local workers. A thread of the caller's process iterates the data,
+and sends each minibatch to the workers of the first and the last stage.
 
 Only the forwarder sees every minibatch. If one is larger than planned, the forwarder ends the segment of the
 run (segment.py) and begins another:
@@ -48,8 +48,8 @@ _log = logging.getLogger("pipedream")
 _LOOK_S = 0.01  # between looks for evaluations that begin
 _NUM_AHEAD_MAX = 4  # validation minibatches that are written before a reader has taken the first of them
 _TURN_S = 5.0
-"""Seconds for which validation data wait for training data. Training data may wait for a callback, which
-waits for the evaluation."""
+"""The most seconds that validation data wait for training data. The wait must end, because training data may
+wait for a callback, which waits for the evaluation."""
 _PATIENCE_S = 3.0  # for the caller's data to yield, when the run is over
 
 
@@ -66,7 +66,7 @@ def forwarding(
 
     Gives a function that returns the generators' state after the last minibatch, from which another run
     continues. iterating: held while the user's data are iterated, as they draw from the generators of this
-    process. Each run has a lock of its own, since data that never yield again would hold it for ever."""
+    process. Each run has its own lock, because data that never yield again would hold the lock for ever."""
     if forwarded is None:
         yield lambda: None
         return
@@ -104,7 +104,7 @@ def forwarding_validation(
 
 
 class _ValidationForwarder(threading.Thread):
-    """Iterates the caller's validation data when an evaluation begins. Hands them to the first and the last
+    """Iterates the caller's validation data when an evaluation begins. Passes them to the first and the last
     stage through files (ForwardedValidation)."""
 
     def __init__(self, options: JobOptions, folder: Path, iterating: threading.Lock) -> None:
@@ -162,8 +162,8 @@ class _ValidationForwarder(threading.Thread):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Waits until the training data have yielded, or the run is over. The training data may wait for a
-        callback that waits for this evaluation, so after a while the validation data go on."""
+        """Waits until the training data have yielded, or the run is over. The wait has a limit, because the
+        training data may wait for a callback that waits for this evaluation."""
         waits_until_s = time.monotonic() + self._waits_s
         while not (has_turn := self._iterating.acquire(timeout=_LOOK_S)) and not self._stopping.is_set():
             if time.monotonic() > waits_until_s:
@@ -273,8 +273,8 @@ class _Forwarder(threading.Thread):
         """Yields (index, minibatch). reuses_memory: whether the data may overwrite a minibatch's memory
         before it is forwarded; then it is copied."""
         batches = epochs_of(self._data, self._options.epochs)
-        # A run from a checkpoint gets the data from the beginning, and skips those before it. A run from a
-        # `state` gets other data.
+        # A run from a checkpoint gets the data from the beginning, and skips the minibatches before the
+        # checkpoint. A run from a `state` gets new data.
         if self._options.continues is not None:
             batches = itertools.islice(batches, self._options.first_minibatch, None)
         for index, (inputs, targets, epoch) in enumerate(batches, self._options.first_minibatch):
@@ -363,7 +363,7 @@ class _Forwarder(threading.Thread):
     def _send(
         self, core: _core.Worker, channel: str, tensors: list[torch.Tensor], fields: _core.ItemFields
     ) -> None:
-        # Copies, since the user's generator may reuse its memory for the next minibatch.
+        # The tensors are copied, because the user's generator may reuse their memory for the next minibatch.
         copies = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in tensors]
         capsules = [to_dlpack(copy) for copy in copies]
         while not core.send_item(channel, capsules, fields, 0.1):

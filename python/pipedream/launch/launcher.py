@@ -1,4 +1,5 @@
-"""Runs a plan in a plain script: starts a local process for each worker, and takes over the trained weights.
+"""Runs a plan in a plain script. Starts a local process for each worker, and loads the trained weights into
+the caller's model.
 
     task_files.py         the workers' input: files in a folder that only this user can read, and a pipe
     fork_server.py        makes the processes
@@ -11,9 +12,9 @@
         owner            locked (flock) by the process that made the folder, as long as it lives
 
 The result and the trained weights (safetensors) come back through the folder. A caller that is killed cannot
-remove its folder. The next caller does: the kernel has freed the lock then, even if another process has the
-killed one's number. It leaves folders alone that another user owns, that have no lock file, or whose owner
-lives. On the caller's thread.
+remove its folder. The next caller removes it, because the kernel frees the lock of a killed process. The next
+caller does not touch folders that another user owns, that have no lock file, or whose owner still runs. On
+the caller's thread.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def run_locally(
             first.parts = forwarded.first
         expected = FirstLoss(model, stages, options, first, lambda: _read_first(data, options))
         if forwarded is not None or forwards_validation:
-            # Now, because it restores the generators, from which the forwarder's thread draws later.
+            # This comes before the forwarder starts, because it restores the generators, from which the
+            # forwarder's thread draws.
             expected.compute()
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
@@ -168,7 +170,7 @@ def run_locally(
 
 
 def _adopted_state(folder: Path) -> RunState:
-    """Moves the state that the workers have kept into a folder of its own, which is removed with the
+    """Moves the state that the workers have stored into a separate folder. The folder is removed with the
     state."""
     with contextlib.ExitStack() as around:
         kept = around.enter_context(run_folder())
@@ -187,7 +189,7 @@ def _trained_weights_told(
     stages: list[StageModule], options: JobOptions, folder: Path, expected: FirstLoss
 ) -> Iterator[None]:
     """If the run inside fails, loads the newest weights of its workers into the model, and adds that to the
-    error. Does not if the workers' first loss has shown that they trained another model."""
+    error. Loads nothing if the workers' first loss has shown that they trained another model."""
     try:
         yield
     except Exception as error:
@@ -198,8 +200,8 @@ def _trained_weights_told(
 
 
 def _take_over_after(error: Exception, stages: list[StageModule], options: JobOptions, folder: Path) -> None:
-    """Loads the trained weights if the training was over, else the newest versions of stages whose workers
-    live."""
+    """Loads the trained weights if the training was over. Otherwise loads the newest versions of the stages
+    whose workers live."""
     if are_complete(options.plan, folder):
         _take_over(stages, options, folder)
         error.args = (f"{error}; the training was over, and the model has the trained weights",)
@@ -234,8 +236,8 @@ def check_main_is_a_file() -> None:
 def _try_factories(
     folder: Path, stages: list[StageModule], options: JobOptions
 ) -> list[torch.optim.Optimizer]:
-    """Calls the factories of optimizers and schedulers, as each worker will soon. Reads copies of them from
-    the folder, as the workers do, so that the caller's own stay as they are."""
+    """Calls the factories of optimizers and schedulers, as each worker will soon. Reads copies of the
+    factories from the folder, as the workers do, so that the caller's factories do not change."""
     ties = find_ties(stages)
     with GraphReader(folder) as graph:
         return try_factories(
@@ -263,8 +265,8 @@ def _functions_of(options: JobOptions) -> list[Any]:
 
 
 def _last_words_s(board: StatusBoard, folder: Path, peer_timeout_s: float) -> float:
-    """Returns for how many seconds workers of a failed run may save their weights: peer_timeout to finish a
-    work item, and much longer once they write."""
+    """Returns for how many seconds workers of a failed run may save their weights. They have peer_timeout to
+    finish a work item, and much longer if they have begun to write."""
     if board.newest() <= 0:
         return 0.0
     return _KEEPING_S_MAX if is_keeping(folder) else peer_timeout_s
@@ -319,8 +321,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """Makes a folder that only this user can read, and removes it at the end. First removes folders that
-    killed callers have left."""
+    """Makes a folder that only this user can read, and removes it at the end. First removes folders of
+    callers that were killed."""
     _remove_left_ones(Path(tempfile.gettempdir()))
     with contextlib.ExitStack() as held, tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
         folder = Path(name)
@@ -329,8 +331,8 @@ def run_folder() -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Locks the folder. Returns a descriptor: the lock ends when it is closed, at the latest with the
-    process."""
+    """Locks the folder. Returns a descriptor. The lock ends when the descriptor is closed, at the latest with
+    the process."""
     made = folder / _LOCK_IN_THE_MAKING
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
     with contextlib.suppress(OSError):  # without locks there is no lock file, and nobody removes the folder
@@ -349,8 +351,8 @@ def _remove_left_ones(temporary: Path) -> None:
 
 
 def _remove_if_left(temporary: Path, name: str) -> None:
-    """Removes the folder if its owner has ended. Works on descriptors of the folder that was checked, since
-    its name may belong to another file a moment later."""
+    """Removes the folder if its owner has ended. Uses a descriptor of the checked folder, because the
+    folder's name may belong to another file a moment later."""
     with _opened(temporary / name, os.O_DIRECTORY) as folder:
         status = os.fstat(folder)
         if status.st_uid != os.getuid() or status.st_mode & _OTHERS:

@@ -71,8 +71,8 @@ def profile_links(
     share the network of their machines. A rank on a GPU sends from the GPU's memory.
 
     transport, keys, bind, ports, insecure, peer_timeout: see run().
-    seconds: the most seconds for each figure of a pair. It has at least 3 samples, and takes less time if
-        it is known to 2 % before.
+    seconds: the most seconds for each figure of a pair. There are at least 3 samples per figure. Measuring
+        ends earlier if the error is below 2 %.
     save: a file that rank 0 writes; LinkProfile.load() reads it.
     progress: shows on rank 0's stderr how many rounds are done, if stderr is a terminal.
 
@@ -125,7 +125,7 @@ def _checked_options(
 
 @dataclass(frozen=True)
 class _Linked:
-    """The facts of a run that links and channels need: this rank's place, the options, and names of ranks."""
+    """The part of a run that links and channels need: this rank's place, the options, and names of ranks."""
 
     place: WorkerPlace
     links: LinkOptions
@@ -261,8 +261,8 @@ def _channels_of(pair: tuple[int, int]) -> list[RunChannel]:
 def _placed(
     run: _Linked, core: _core.Worker, device: torch.device, channels: list[RunChannel], key: str
 ) -> list[RunChannel]:
-    """Returns the channels. As in a run, marks those on which the sender may write into the receiver's device
-    memory."""
+    """Returns the channels. As in a run, it marks the channels on which the sender may write into the
+    receiver's device memory."""
     if not run.links.places_on_devices:
         return channels
     rendezvous = run.place.rendezvous

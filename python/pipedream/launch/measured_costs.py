@@ -1,10 +1,10 @@
 """Computes the costs that a run adds to a profile's layers, from the work items of calibrate()'s runs.
 
-A work item begins when its input is there, and ends when the worker asks for the next item. Time in the
-user's code is compute; the rest is the runtime's own. Two effects are taken out of the times. A worker is
-faster while others wait: times are converted to the speed at which as many workers work as the machine has
-cores (SharedHost). A worker is slower after a wait: times are converted to those without waits (Waking).
-Pure; any thread.
+A work item begins when its input has arrived, and ends when the worker asks for the next item. Time in the
+user's code is compute time; the rest is the runtime's own time. Two effects are removed from the times. A
+worker is faster while others wait: times are converted to the speed at which as many workers work as the
+machine has cores (SharedHost). A worker is slower after a wait: times are converted to those without waits
+(Waking). Pure; any thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WAKING_SHARE_MAX = 0.75  # of an item's time: waking cannot be nearly all of it
 
 
 class Item(NamedTuple):
-    """The times of one work item, or mean times of several."""
+    """The times of one work item, or the means over several items."""
 
     compute_ms: float
     """Milliseconds in the user's code."""
@@ -54,12 +54,12 @@ class Item(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The worker and the kind of an item. Items with the same key are alike."""
+    """The worker and the kind of an item. Items with the same key should take the same time."""
 
     worker: int
     kind: str
     is_first: bool
-    """Whether the item is of the first microbatch of its minibatch."""
+    """Whether the item belongs to the first microbatch of its minibatch."""
 
 
 Items = Mapping[Key, Sequence[Item]]
@@ -67,7 +67,7 @@ _Means = Mapping[Key, Item]
 
 
 class Runs(NamedTuple):
-    """The results of calibrate()'s runs. All kinds have equally many."""
+    """The results of calibrate()'s runs. Each kind of run was repeated equally often."""
 
     one: list[RunResult]
     """The whole model at one worker."""
@@ -89,7 +89,8 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
     wakings = _slow_wakings(runs)
     alone_speed = times_alone(runs.straight, runs.in_turn, wakings)
     host = SharedHost.measured(max(plan.num_stages, 2), num_cores, alone_speed)
-    # If a worker is faster while others wait, that hides the cost of its short waits.
+    # Short waits are measured only if workers are not faster while others wait, because that effect would
+    # hide their cost.
     wakings = [*(_quick_wakings(runs, wakings) if host.alone_speed == 1 else ()), *wakings]
     whole = Standard(host.speed, wakings)
     one, shared = (means(pooled(results, whole)) for results in (runs.one, runs.shared))
@@ -125,8 +126,8 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
 
 
 def _slow_wakings(runs: Runs) -> list[Waking]:
-    """Finds the cost of long waits: compares the compute time of the first stage's items with pauses and
-    without. Their own_ms does not count, because their receiver sleeps in these runs, but not with slow
+    """Finds the cost of long waits. Compares the compute time of the first stage's items in runs with pauses
+    and without. Their own_ms is not compared: the receiver sleeps in these runs, but would not with slow
     links."""
     if not runs.rested:
         return []
@@ -147,8 +148,8 @@ def _slow_wakings(runs: Runs) -> list[Waking]:
 
 
 def _quick_wakings(runs: Runs, slow: Sequence[Waking]) -> list[Waking]:
-    """Finds the cost of short waits: compares items of the runs in turn, where workers wait for each other,
-    with those where all work. slow: the cost of long waits, which is taken out first."""
+    """Finds the cost of short waits. Compares items of runs in which one worker works at a time with items of
+    runs in which all work. slow: the cost of long waits, which is removed first."""
     rows = [spans for result in runs.in_turn for spans in result.spans]
     num_minibatches = sum(len({span.minibatch for span, _ in kept(spans)}) for spans in rows)
     waited_ms = sum(span.wait_ns for spans in rows for span, _ in kept(spans)) / 1e6
@@ -158,7 +159,8 @@ def _quick_wakings(runs: Runs, slow: Sequence[Waking]) -> list[Waking]:
     in_turn, straight = (means(pooled(results, standard)) for results in (runs.in_turn, runs.straight))
     last = max(key.worker for key in in_turn)
     shares = {
-        # UPDATE compares the last stage only: other stages update in place in one of the runs only.
+        # For UPDATE only the last stage is compared, because other stages update in place in only one of the
+        # two runs.
         kind: _waking_share(
             [key for key in in_turn if key.kind == kind and key.worker >= floor], waking, in_turn, straight
         )
@@ -230,8 +232,8 @@ def _positions(
 
 
 def _pieces(cut: Mapping[int, _Means], wholes: Sequence[Key], name: str) -> dict[int, tuple[float, float]]:
-    """Returns {m: (time of a minibatch's first microbatch, time of a later one)}, each summed over these
-    items. Leaves out an m for which an item is missing."""
+    """Returns {m: (time of a minibatch's first microbatch, time of a later one)}, summed over these items. An
+    m for which an item is missing is left out."""
     pieces = {}
     for m, items in cut.items():
         laters = [key._replace(is_first=False) for key in wholes]
@@ -267,8 +269,8 @@ def _updates_in_place(
     straight: _Means,
     cut: Mapping[int, _Means],
 ) -> list[tuple[int, float]]:
-    """Returns (bytes, milliseconds) of updates that write in place: those of one worker, of the last stage,
-    and of all stages in a schedule that drains."""
+    """Returns (bytes, milliseconds) of updates that write in place. These are the updates of one worker, of
+    the last stage, and of all stages in a schedule that drains."""
     last = len(stage_bytes) - 1
     rows = [(sum(stage_bytes), one[Key(0, "UPDATE", True)])]
     rows.append((stage_bytes[last], straight[Key(last, "UPDATE", True)]))
@@ -302,8 +304,9 @@ def _sync(
 ) -> dict[str, SyncCost]:
     """Returns what the exchange between replicas costs a worker per round.
 
-    It is the time of an item with two replicas minus that with one worker, of whose update each replica does
-    half. The cost is per byte, or per round if there are so few parameters that messages cost more."""
+    The cost is the time of an item with two replicas minus the time of the item with one worker. Each replica
+    does half of the update, which is taken into account. The cost is per byte, or per round if the parameters
+    are so few that messages cost more."""
     exchanged = num_bytes / 2
     workers = {key.worker for key in shared}
 
@@ -319,8 +322,8 @@ def _sync(
 
 
 def _latency_ms(in_turn: Sequence[RunResult]) -> float:
-    """Returns the latency: milliseconds from the end of the sender's item until a receiver that waits has
-    it."""
+    """Returns the latency: milliseconds from the end of the sender's item until its tensors reach a waiting
+    receiver."""
     latencies_ms = []
     for result in in_turn:
         for kind, ends in (("FORWARD", result.spans), ("BACKWARD", result.spans[::-1])):
@@ -338,7 +341,7 @@ def _latency_ms(in_turn: Sequence[RunResult]) -> float:
 
 
 _SpeedOf = Callable[[int], float]
-"""Number of workers at work -> the speed of each."""
+"""Maps the number of workers at work to the speed of each worker."""
 
 
 @dataclass(frozen=True)
@@ -348,8 +351,8 @@ class Standard:
     speed_of: _SpeedOf = lambda at_work: 1.0
     wakings: Sequence[Waking] = ()
     whole_ms: Mapping[Key, Item] = field(default_factory=dict)
-    """The times of whole minibatches' items. The cost of waking is a share of these, also for microbatches.
-    Empty: the items are whole themselves."""
+    """The times of items of whole minibatches. The cost of waking is a share of these times, even for items
+    of microbatches. Empty if all items are of whole minibatches."""
 
     def of(self, key: Key, item: Item, speed: float) -> Item:
         share = waking_share(self.wakings, key.kind, item.waited_ms)
@@ -398,10 +401,10 @@ def means(items: Items) -> Mapping[Key, Item]:
 def times_alone(
     together: Sequence[RunResult], in_turn: Sequence[RunResult], wakings: Sequence[Waking] = ()
 ) -> float:
-    """Returns how many times as fast a worker is while the others wait, at least 1.
+    """Returns how many times faster a worker is while the others wait; at least 1.
 
     Compares items of the same stages in runs together and in turn. Even in runs together a worker is
-    sometimes alone; that is taken out. wakings: costs of waiting, which are taken out too."""
+    sometimes alone; that effect is removed. wakings: costs of waiting, which are also removed."""
     beside, alone = (means(pooled(results, Standard(wakings=wakings))) for results in (together, in_turn))
     kinds = [key for key in alone if key in beside]
     if len({key.worker for key in kinds}) < 2:
@@ -423,7 +426,7 @@ def _waited_ms(spans: Sequence[WorkSpan]) -> dict[int, float]:
 
 
 class _Speeds:
-    """The speed of one run's workers over time: it depends on how many are at work."""
+    """The speed of one run's workers over time, which depends on how many of them are at work."""
 
     def __init__(self, result: RunResult, speed_of: _SpeedOf) -> None:
         changes: list[tuple[int, int]] = []
@@ -453,7 +456,7 @@ class _Speeds:
 
 
 def _share_together(result: RunResult) -> float:
-    """Returns the time in which all workers are at work, as a share of the time in which any is."""
+    """Returns the time in which all workers are at work, as a share of the time in which at least one is."""
     num_workers = len(result.spans)
     from_ns = max(spans[int(len(spans) * _DISCARDED_SHARE)].asked_ns for spans in result.spans)
     end_ns = min(spans[-1].asked_ns for spans in result.spans)

@@ -5,8 +5,8 @@
     target.py      lets a target return these names
     docs           running.md has options_table()
 
-Most arguments must be the same at all ranks. Which ones is decided where their values go, in the fields of
-JobOptions and LinkOptions (agreement.py). Torch-free until a check needs it; any thread.
+Most arguments must be the same at all ranks. The fields of JobOptions and LinkOptions say which arguments may
+differ (agreement.py). Torch-free until a check needs it; any thread.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _SHOWN_MAX = 60
 
 @dataclass(frozen=True)
 class CommandOption:
-    """The option of `pipedream run` for an argument. If it is not given, the target's value counts, and
-    without one the default of run()."""
+    """The option of `pipedream run` for an argument. Without the option the target's value is used; if the
+    target has no value, run()'s default."""
 
     help: str
     kind: type = str
@@ -143,7 +143,8 @@ def _or_none(check: Callable[[str, Any], object]) -> Callable[[str, Any], object
 
 def _check_factory(which: str, example: str) -> Callable[[str, Any], None]:
     """Returns the check of a function that makes an object for each stage, such as its optimizer. It refuses
-    a made object, which users give by habit. which: what calls the function. example: goes into the error."""
+    an object that is already made, which users give by habit. which: names the caller of the function.
+    example: an example for the error."""
 
     def check(name: str, value: Any) -> None:
         if not callable(value):

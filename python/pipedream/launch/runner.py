@@ -1,4 +1,4 @@
-"""run(): checks its arguments, then trains: with local workers, or under torchrun as this rank's worker."""
+"""run() checks its arguments, and then trains, with local workers or under torchrun as this rank's worker."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
     """Does what run() does, with its other arguments by name."""
     data: Iterable[Any] = arguments["data"]
     KeptState.let_go()  # the arguments hold the state from which this run continues
-    # Before the checks, so that a rank counts its calls even if its arguments are mistaken.
+    # This comes before the checks, so that a rank counts its calls even if its arguments have a mistake.
     prefix = rendezvous_prefix() if under_torchrun() else None
     with mistakes_told(prefix):
         steering = _steering_of(arguments)
@@ -285,7 +285,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
 
 
 def _in_microbatches(data: Iterable[Any], first: KeptMinibatch) -> bool:
-    """Whether the data are known to yield Microbatches, without another look at them."""
+    """Whether the data are known to yield Microbatches. Reads no more of the data."""
     if first.parts is not None:
         return isinstance(first.parts[0], Microbatches)
     return isinstance(data, (list, tuple)) and len(data) > 0 and isinstance(data[0], Microbatches)
@@ -295,11 +295,11 @@ def _in_microbatches(data: Iterable[Any], first: KeptMinibatch) -> bool:
 def _told(
     steering: Steering, data: Iterable[Any], options: JobOptions
 ) -> Iterator[tuple[Callable[[RunResult], None], JobOptions]]:
-    """Put it around a run: tells its callbacks of the start and of the end.
+    """Tells the callbacks of the start and the end of the run inside this context.
 
-    Gives a function that tells them of the result, and the options. If the run continues from a checkpoint,
-    the options then have what the callbacks decided before it. Raises the error that a callback has
-    raised."""
+    Yields a function that tells the callbacks of the result, and the options. If the run continues from a
+    checkpoint, the options then have what the callbacks decided before it. Raises the error that a callback
+    has raised."""
     if not is_rank_0():
         yield lambda result: None, options
         return
@@ -400,8 +400,8 @@ def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
 
 
 def _check_process() -> None:
-    """Raises RuntimeError in a DataLoader's worker process, and in a daemonic process, which may start
-    none."""
+    """Raises RuntimeError in a DataLoader's worker process, and in a daemonic process, which may not start
+    processes."""
     if torch.utils.data.get_worker_info() is not None:
         raise RuntimeError(
             "run() was called in a worker process of a DataLoader: call it in the process of the script, not"

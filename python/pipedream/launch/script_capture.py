@@ -1,4 +1,4 @@
-"""Finds the values that a script has set since its modules were imported. Workers import the modules anew,
+"""Finds the values that a script has set since its modules were imported. Workers import the modules again,
 and would not have these values.
 
     caller   starts from the model, the loss and so on, and follows the user's functions and classes that
@@ -50,10 +50,12 @@ __all__ = ["CapturedScript", "Libraries", "capture_script", "libraries"]
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque}
 _LENGTH_MAX = 1024
-"""The most entries of a container whose values are followed. A longer one is taken for a table of data."""
+"""The most entries of a container whose values are followed. A longer container is assumed to be a table of
+data."""
 _OBJECTS_MAX = 100_000
 _VALUE_BYTES_MAX = 64 << 20
-"""The most bytes of a global that is sent. A larger one probably comes from the import, model or data."""
+"""The most bytes of a global that is sent. A larger global is probably made by the import, or belongs to the
+model or data."""
 # Library modules into which scripts put functions of their own. They are always searched.
 _PATCHED = (torch, torch.nn.functional, torch.nn.init)
 _OF_TENSORS = ("_parameters", "_buffers")
@@ -121,8 +123,8 @@ def _code_of_file(path: str) -> dict[str, list[types.CodeType]]:
 
 
 def capture_script(roots: Iterable[Any], data: Any) -> CapturedScript:
-    """Finds the values. roots: the objects that workers get, such as the model and the loss. data: their data
-    are followed too, but never sent from here."""
+    """Finds the values. roots: the objects that workers get, such as the model and the loss. data: the values
+    of the data are also followed, but never sent from here."""
     walk = _Walk()
     roots = list(roots)
     for root in (*roots, data):
@@ -144,7 +146,7 @@ def _parts_of(root: Any) -> Iterator[Any]:
 
 
 class _Walk:
-    """Follows objects to those that they refer to, and notes the values to send. Visits each object once."""
+    """Follows the references from object to object, and notes the values to send. Visits each object once."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # holds the objects, so that no other one gets the same id
@@ -236,8 +238,8 @@ class _Walk:
                 self._look_at_name(module, name, path)
 
     def _look_at_name(self, module: types.ModuleType, name: str, read: frozenset[str]) -> None:
-        """Notes the value of a global name. If it is a module, follows those of its attributes that are in
-        `read`, the names of all attributes that the same code reads."""
+        """Notes the value of a global name. If the value is a module, follows its attributes whose names are
+        in `read`: the names of all attributes that the same code reads."""
         value = vars(module)[name]
         if not isinstance(value, types.ModuleType):
             if _is_users(module) or _is_users_function(value):
@@ -305,8 +307,8 @@ def _names_read(code: types.CodeType) -> dict[str, frozenset[str]]:
 
 
 def _is_users(module: types.ModuleType | None) -> bool:
-    """Whether the module is a file of the user's. A library's is not, nor are a notebook's cells, which have
-    no file."""
+    """Whether the module is a file of the user. False for a library's module, and for a notebook's cells,
+    which have no file."""
     path = getattr(module, "__file__", None)
     if module is None or path is None or module.__name__.partition(".")[0] in ("pipedream", "torch"):
         return False

@@ -42,7 +42,7 @@ class Job:
     loss_fn: Any
     """None if the model's output has the loss."""
     options: dict[str, Any]
-    """Further arguments of pipedream.run; `optimizer` is one of them if the function returned it."""
+    """Further arguments of pipedream.run, including `optimizer` if the function returned it."""
 
 
 def load_job(target: str, *, needs_optimizer: bool) -> Job:
@@ -91,7 +91,8 @@ def _import_module(target: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # The target is right if its module exists and itself imports a module that is missing.
+        # If the module exists but imports a module that is missing, the target is not mistaken, so that error
+        # is raised.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(f"target is {target!r}: there is no module {error.name!r} here") from None

@@ -15,15 +15,16 @@ from pipedream.stage.job import WorkerPlace
 
 __all__ = ["mistakes_told", "rendezvous_prefix", "shared_by_rank_0", "this_rank"]
 
-# If the store does not answer in this time, no rank waits in it, and nobody has to be told.
+# If the store does not answer in this time, no rank is waiting on the store, so no rank has to be told.
 _TELL_TIMEOUT_S = 30.0
 _SHARING_TIMEOUT_S = 3600.0  # rank 0 may profile a large model
 
 
 @contextlib.contextmanager
 def mistakes_told(prefix: str | None) -> Iterator[None]:
-    """Put it around checks. If one raises at this rank alone, for example for its key file, tells the other
-    ranks, which would otherwise wait for this one. prefix: None without torchrun."""
+    """Tells the other ranks if a check inside this context fails. A check may fail at one rank only, for
+    example because of its key file, and the other ranks would wait for that rank. prefix: None without
+    torchrun."""
     try:
         yield
     except Exception as error:
@@ -54,7 +55,7 @@ def _incarnation() -> int:
 
 @contextlib.contextmanager
 def this_rank(prefix: str) -> Iterator[WorkerPlace]:
-    """Opens this rank's rendezvous, and gives the rank's place in the run."""
+    """Opens this rank's rendezvous, and yields the rank's place in the run."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with torchrun_rendezvous(prefix, START_TIMEOUT_S) as rendezvous:
         yield WorkerPlace(

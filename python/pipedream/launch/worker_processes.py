@@ -1,8 +1,8 @@
 """Starts the processes of a local run through the fork server, waits until they end, and ends them together.
 
-If one worker ends with a status other than 0, the run has failed. That worker may not be the cause: its peers
-may end first because of it. So while the cause is not known, the other workers get 2 s to report it. Then
-they get time to save what they have trained. On the caller's thread.
+If one worker ends with a status other than 0, the run has failed. That worker may not be the cause: a peer of
+the worker that caused the failure may end first. So while the cause is not known, the other workers get 2 s
+to report it. Then they get time to save their weights. On the caller's thread.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def run_processes(
     """Calls target(*arguments[rank]) in one process per rank, and returns when all have ended.
 
     environment: further variables of the processes.
-    is_explained: gets the exit codes so far; whether the cause of the failure is known.
+    is_explained: called with the exit codes so far; returns whether the cause of the failure is known.
     look: called once all have started, then every look_s seconds as long as it returns True. An error that it
         raises ends all processes.
     last_words_s: the seconds that the other workers have to end by themselves, once the cause is known.
 
     Returns {rank: exit code} of the processes that failed by themselves, in the order of their ends. A
-    negative code is a signal. No process is left, even if this raises.
+    negative code is a signal. No process is left running, even after an error.
     """
     processes: list[Process] = []
     try:
@@ -98,7 +98,7 @@ def _wait(
 
 
 def _is_stopped(process: Process) -> bool:
-    """Whether a signal (SIGSTOP) has stopped the process, so that waiting for it is no use."""
+    """Whether a signal (SIGSTOP) has stopped the process, so that waiting for it is useless."""
     with contextlib.suppress(OSError, IndexError):
         stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace")
         return stat.rpartition(")")[2].split()[0] in "tT"
@@ -115,7 +115,8 @@ def _end(processes: Sequence[Process]) -> None:
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Defers signals that would end this process at once: the block raises and cleans up first.
+    """Defers signals that would end this process at once. The block then raises, and cleans up before the
+    process ends.
 
     Only the main thread may set signal handlers; on another thread this does nothing."""
     if threading.current_thread() is not threading.main_thread():

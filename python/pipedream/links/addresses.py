@@ -1,4 +1,5 @@
-"""The address and the ports at which a worker listens: loopback, or an address that other machines reach.
+"""Finds the address and the ports at which a worker listens. The address is loopback, or one that other
+machines reach.
 
 Nothing here sends a packet. IPv4 only. Torch-free; any thread.
 """
@@ -82,7 +83,8 @@ def is_loopback(address: str) -> bool:
 
 
 def route_address(host: str) -> str:
-    """This machine's address on the route to a host. Raises ValueError naming it when there is none."""
+    """Returns this machine's address on the route to a host. Raises ValueError that names the host if there
+    is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, _ANY_PORT))  # UDP: chooses the route, sends nothing
@@ -97,7 +99,7 @@ def route_address(host: str) -> str:
 def check_reachable(address: str, host: str) -> None:
     """Refuses a loopback address of this machine in a run of several machines.
 
-    address: this machine's, on the route to `host`. host: MASTER_ADDR.
+    address: this machine's address on the route to `host`. host: MASTER_ADDR.
     """
     if is_loopback(address):
         raise ValueError(
@@ -107,7 +109,8 @@ def check_reachable(address: str, host: str) -> None:
 
 
 def ports_of(ports: str | None) -> PortRange | None:
-    """The ports at which a worker may listen: the argument, else $PIPEDREAM_PORTS, else None for any."""
+    """Returns the ports at which a worker may listen: the argument's, otherwise $PIPEDREAM_PORTS, otherwise
+    None, which allows any port."""
     if ports is not None:
         return parse_ports("ports", ports)
     from_environment = os.environ.get("PIPEDREAM_PORTS")

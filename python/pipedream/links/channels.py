@@ -1,4 +1,5 @@
-"""The channels of a run: who sends what to whom, how many bytes, and how many items at once.
+"""Lists the channels of a run: the sender and the receiver, the tensors, and how many items may be sent at
+once.
 
 Every channel has a name, unique in the run, and a channel_id. Workers and the caller compute the ids
 separately and must get the same ones. Ids count from 0: first the channels on which the caller forwards data,
@@ -50,7 +51,7 @@ __all__ = [
     "tree_name",
 ]
 
-# Sent as the only gradient of a boundary whose tensors need none: it tells that the backward is done.
+# Sent if no tensor of a boundary needs a gradient, because its arrival says that the backward is done.
 _NO_GRADIENT = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
 # Sent by a replica that holds no piece of a tied version.
@@ -58,13 +59,13 @@ _NO_PIECE = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
 INPUTS = "inputs from the caller"
 TARGETS = "targets from the caller"
-# Each end of a channel keeps the times of so many newest items for the trace, in 1 MiB at most. They cover
-# about as many minibatches as the work items that a worker keeps.
+# The number of newest items whose times each end of a channel stores for the trace, in 1 MiB at most. They
+# cover about as many minibatches as the work items whose times a worker stores.
 NUM_TRANSFERS_KEPT = 1 << 14
 # Slots of 1 MiB: one is filled while the other is read. For small models, touching the pages of more slots
 # would take longer than the transfer.
 _NUM_SET_UP_SLOTS = 2
-# The words for an edge's items in its channel's name, by kind of edge.
+# By kind of edge, the words in a channel's name for the items of the edge.
 _CARRIED = {
     "activation": "activations",
     "gradient": "gradients",
@@ -76,7 +77,7 @@ _CARRIED = {
     "evaluation": "validation activations",
 }
 BETWEEN_REPLICAS = ("push", "pull")
-"""Kinds of edges whose items are chunks of a shard: the program's one SEND or RECV is several items."""
+"""Kinds of edges whose items are chunks of a shard. One SEND or RECV of the program is then several items."""
 CALLER = -1  # in place of a rank: the process that called run(), if it forwards data
 
 
@@ -87,8 +88,8 @@ class TieSpec:
     stages: tuple[int, ...]
     spec: TensorSpec
     pieces: tuple[tuple[TensorSpec, ...], ...] = ()
-    """For each replica of the owner, the pieces of a version that it sends. Empty: every replica sends the
-    whole parameter."""
+    """For each replica of the owner, the pieces of a version that the replica sends. Empty: every replica
+    sends the whole parameter."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,11 @@ class ShardSpec:
     num_chunks: int
     chunk_bytes_max: int
     num_pieces_max: int
-    """The number of pieces in the chunk that has most."""
+    """The largest number of pieces in one chunk."""
     dtype: torch.dtype = torch.uint8
-    """The dtype of the shard's elements; uint8 if there are several."""
+    """The dtype of the shard's elements; uint8 if they have several dtypes."""
     whole_bytes: int = 0
-    """Bytes of all chunks together, if each chunk is a whole tensor; else 0."""
+    """Bytes of all chunks together, if each chunk is a whole tensor; otherwise 0."""
     factors: tuple[TensorSpec, ...] = ()
     """The factors that the replicas of the stage send each other. For each weight: the gradients of the
     layer's outputs, then the layer's inputs."""
@@ -151,32 +152,34 @@ class RunChannel:
     receiver: int
     tensors: list[tuple[str, int, int]]
     """The tensors of one item: (dtype name, number of dimensions, the most bytes). Empty for activations and
-    gradients of a cut that is not this worker's."""
+    gradients of a cut between stages of other workers."""
     num_slots: int
-    """Slots at the receiver: so many items may be received and not yet given back."""
+    """Slots at the receiver: the most items that are received and whose slots are not free again."""
     num_unsent_max: int
-    """The most items that may wait at the sender or be on their way."""
+    """The most items that may wait at the sender or be on the way to the receiver."""
     num_microbatches: int
     """Microbatches per minibatch; 1 if minibatches are not cut."""
     on_device: bool
     codec: str = NO_CODEC
     """The codec of the item's float tensors."""
     edge: _core.Edge | None = None
-    """The edge of the program whose items the channel carries; None if the program has none for it."""
+    """The edge of the schedule's program whose items the channel carries; None if the channel is not in the
+    program."""
     first_microbatch: int = 0
-    """The microbatch of the first item, counted through the run. A channel that is not of the program counts
+    """The microbatch of the first item, counted through the run. A channel that is not in the program counts
     its own items."""
     microbatch_stride: int = 1
     """The distance from one item's microbatch to the next item's."""
     num_transfers_kept: int = 0
-    """Each end keeps the times of so many newest items. If above 0, the core's wait_for_transfers() waits for
-    this channel too."""
+    """The number of newest items whose times each end stores. If it is above 0, the core's
+    wait_for_transfers() also waits for this channel."""
     num_residuals: int = 1
-    """Sets of residuals (residuals.py) that the codec keeps; the items use them in turn."""
+    """How many sets of residuals (residuals.py) the codec has. Consecutive items use the sets in turn."""
     posted_into: str = ""
-    """The receiver's memory term into which items land at posted places; "" if the receiver has slots."""
+    """The memory term of the receiver into which items are received directly, at places that the receiver has
+    posted; "" if the receiver has slots."""
     places_on_device: bool = False
-    """Whether the sender writes into the receiver's device memory. Both have found that it can."""
+    """Whether the sender writes into the receiver's device memory. Both ends have tested that it can."""
 
     @property
     def stages(self) -> tuple[int, int] | None:
@@ -187,7 +190,7 @@ class RunChannel:
 
     @property
     def codec_used(self) -> str:
-        """The codec if some tensor of the channel travels encoded, else "none"."""
+        """The codec if at least one tensor of the channel is sent encoded, otherwise "none"."""
         return self.codec if self.is_encoded else NO_CODEC
 
     @property
@@ -198,7 +201,7 @@ class RunChannel:
     def add_to(self, core: _core.Worker, rank: int, workers: _Workers) -> None:
         """Adds the rank's end of the channel to its core. Does nothing if the rank has neither end.
 
-        workers: names the peer in errors, as the plan does."""
+        workers: gives the name of the peer for errors."""
         if rank not in (self.sender, self.receiver):
             return
         sends = rank == self.sender
@@ -323,8 +326,8 @@ def channels_of_run(
 
 
 def _place_in_list(edge: _core.Edge) -> tuple[int, ...]:
-    """The sort key of an edge: cut after cut, each with its two directions side by side. Then pushes, pulls,
-    tied parameters, and the rest."""
+    """Returns the sort key of an edge. Edges at cuts come first, cut after cut, with the two directions of a
+    cut side by side. Then come pushes, pulls, tied parameters, and the rest."""
     group = {"activation": 0, "gradient": 0, "push": 1, "pull": 2, "tied_version": 3, "tied_gradient": 3}
     first, last = sorted(((edge.from_stage, edge.from_replica), (edge.to_stage, edge.to_replica)))
     is_upstream = (edge.from_stage, edge.from_replica) > (edge.to_stage, edge.to_replica)
@@ -349,16 +352,17 @@ def _add_between_replicas(
     flags = TensorSpec(torch.uint8, (spec.num_pieces_max,), requires_grad=False)
     num_rounds = schedule.in_flight[edge.from_stage] + schedule.staleness + 2
     # A version waits at the owner until the replica has read the version before it. Under vertical sync the
-    # replica may be many rounds behind. Plus 2: one more version in the last round, one that is released
-    # late.
+    # replica may be many rounds behind. The 2 more are one more version in the last round, and one version
+    # that is released late.
     num_versions = max(num_rounds, _core.num_versions_kept(schedule, edge.from_stage) + 2)
     # The receiver has a slot for every chunk of a round, so that no chunk waits in its sender's memory. A
     # spare has fewer slots per replica: it can use a chunk only when all replicas have pushed it. With few
-    # slots a replica that is ahead waits and leaves the link to the others.
+    # slots a replica that is ahead waits, and the others get the link's bandwidth.
     slots = max(spec.num_chunks, 1)
     if is_push and spec.whole_bytes and not schedule.asynchronous:
-        # Each slot is as large as the largest tensor. So many slots have the bytes of a round, but may be
-        # fewer than its chunks. An asynchronous owner uses chunk by chunk and does not need a round's slots.
+        # Each slot is as large as the largest tensor. This number of slots has the bytes of a round, but may
+        # be smaller than the number of chunks. An asynchronous owner uses one chunk after another, and so
+        # needs no slots for a whole round.
         slots = -(-spec.whole_bytes // spec.chunk_bytes_max)
     if is_push and owner >= schedule.placement.num_replicas(edge.from_stage):
         slots = min(slots, _core.NUM_SPARE_SLOTS)
@@ -388,8 +392,8 @@ def _add_between_replicas(
 def _add_evaluation(
     found: _ChannelList, schedule: _core.ScheduleOptions, edge: _core.Edge, boundary: Boundary | None
 ) -> None:
-    """Adds a channel for validation activations. No codec, so that an evaluation gives a plain loop's
-    figures."""
+    """Adds a channel for validation activations. It has no codec, so that an evaluation gives the same
+    figures as a plain loop."""
     first, stride = _core.items_of(schedule, edge)
     found.add(
         edge_name(edge, schedule.placement),
@@ -426,12 +430,13 @@ def _add_edge(
         figures = [TensorSpec(torch.float64, (3,), requires_grad=False)]
         add(figures, slots=2, unsent=4, on_device=False)
     elif edge.kind in ("tied_version", "tied_gradient"):
-        # The receiver has a slot for every version by which the owner may be ahead, so no send waits for one.
+        # The receiver has a slot for every version by which the owner may be ahead, so no send waits for a
+        # slot.
         if edge.kind == "tied_version":
             ahead = _core.num_tied_versions_ahead(schedule, sender, receiver)
             add(_tied_version(ties, edge), slots=ahead, unsent=ahead + 2)
         else:
-            # One item per minibatch of which the owner has a microbatch in flight.
+            # There is one item for each minibatch of which the owner has a microbatch in flight.
             in_flight = _core.num_microbatches_in_flight(schedule, receiver)
             unsent = max(schedule.in_flight[0], in_flight, 2) + 3
             add(_tied_gradients(ties, receiver, sender), slots=2, unsent=unsent)
@@ -499,11 +504,12 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
 
 
 def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.ScheduleOptions) -> list[RunChannel]:
-    """Returns the channels from the caller. They have the lowest ids, since the caller knows no others."""
+    """Returns the channels from the caller. They have the lowest ids, because the caller does not know the
+    other channels."""
     found = _ChannelList()
     counts = TensorSpec(torch.int64, (3,), requires_grad=False)  # data.forwarded_counts
     boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
-    # A reader takes a whole group of minibatches before it hands out the first (data/minibatch_source.py).
+    # A reader receives a whole group of minibatches before it returns the first (data/minibatch_source.py).
     group_size = _core.minibatches_between_drains(schedule)
     for channel, stage, replica in _data_ends(plan):
         # A minibatch's slot is free after its last microbatch.

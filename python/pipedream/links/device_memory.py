@@ -36,7 +36,8 @@ def agree_on_device_memory(
     publish: Callable[[str, Any], None],
     wait_for: Callable[[list[str]], list[Any]],
 ) -> Reach:
-    """Finds the reach of all pairs of this rank that send device tensors. Both ranks of a pair find the same.
+    """Finds out, for all pairs of this rank that send device tensors, whether the sender can write into the
+    receiver's device memory. Both ranks of a pair get the same result.
 
     publish, wait_for: put a value into the run's rendezvous under a key, and wait for several keys' values.
     A worker that computes on the host waits for nobody.
@@ -64,7 +65,8 @@ def agree_on_device_memory(
 
 
 def place_on_devices(channels: Sequence[RunChannel], reach: Reach) -> list[RunChannel]:
-    """Returns the channels. Marks those on which the sender writes into the receiver's device memory."""
+    """Returns the channels. Marks the channels on which the sender writes into the receiver's device
+    memory."""
 
     def is_placed(channel: RunChannel) -> bool:
         reached = reach.get((channel.sender, channel.receiver)) == ""

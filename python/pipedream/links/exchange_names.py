@@ -17,8 +17,8 @@ ExchangeNames = defaultdict[tuple[str, bool], dict[int, str]]
 
 
 def exchange_names(schedule: _core.ScheduleOptions, stage: int, owner: int) -> ExchangeNames:
-    """Returns the names for one owner. owner: a replica's index in the stage, or a spare's: spares have the
-    indices after the replicas'."""
+    """Returns the names for one owner. owner: the index of a replica or a spare in the stage. Spares have the
+    indices after the replicas."""
     names: ExchangeNames = defaultdict(dict)
     for edge in _core.edges_of(schedule):
         if edge.kind not in BETWEEN_REPLICAS or edge.from_stage != stage:

@@ -3,7 +3,7 @@
     {"format": "pipedream.keys/1", "public": "...", "secret": "...", "allowed": ["...", ...]}
 
 A key is 32 bytes, written as 40 characters of Z85 (ZeroMQ RFC 32). "allowed" lists the public keys of all
-machines that may take part, this one's too. A key file has mode 0600 and is never overwritten.
+machines that may take part, including this machine's. A key file has mode 0600 and is never overwritten.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def save_keys(keys: CurveKeys, path: str | os.PathLike[str]) -> None:
         "allowed": list(keys.allowed),
     }
     try:
-        # O_EXCL with the mode: the file never has more rights, and no existing file or link is written to.
+        # With O_EXCL no existing file or link is written to. With the mode no other user can ever open the
+        # file.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
     except FileExistsError:
         raise ValueError(_is_there(Path(path))) from None
@@ -136,7 +137,7 @@ def write_key_file(path: Path) -> CurveKeys:
 
 
 def write_key_folder(folder: Path, num_machines: int) -> tuple[list[Path], list[CurveKeys]]:
-    """Makes a file per machine. Each has a key pair of its own, and all may talk to each other.
+    """Makes one file per machine. Each machine has its own key pair, and all machines may talk to each other.
 
     Raises ValueError and writes nothing if one of the files exists already."""
     if num_machines < 1:

@@ -44,20 +44,22 @@ __all__ = [
 
 ITEM_BYTES = 1 << 20
 WORD_BYTES = 16
-"""Bytes of a word, which is two int64: the measurement, and how many round trips or bytes it has."""
+"""Bytes of a request, the word. It is two int64: the kind of measurement, and how many round trips or bytes
+it has."""
 
 _LATENCY, _TO_FOLLOWER, _TO_LEADER, _END = range(4)
 _ROUND_TRIPS = 20  # of one latency sample
 _SMALL_BYTES = 8
 _FIRST_BYTES, _BYTES_MAX = 64 << 10, 256 << 20  # of one bandwidth sample
 _GROWTH = 4
-# A bandwidth sample takes at least _SAMPLE_S and at least _TRIPS_MIN round trips, unless it has _BYTES_MAX.
+# A bandwidth sample takes at least _SAMPLE_S seconds and the time of _TRIPS_MIN round trips, unless it has
+# _BYTES_MAX bytes.
 _SAMPLE_S = 0.03
 _TRIPS_MIN = 10
 _SAMPLES_MIN, _SAMPLES_WANTED = 3, 10
 _ERROR_ENOUGH = 0.02
-# Student's t, two-sided, 95 %, by the number of samples (degrees of freedom: one less). More samples than 10
-# use the value of 10, which is larger than theirs.
+# Student's t, two-sided, 95 %, by the number of samples (degrees of freedom: one less). For more than 10
+# samples the value for 10 is used, which is slightly too large.
 _STUDENT_T = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
@@ -100,7 +102,8 @@ class PairFigures:
 
 @dataclass(frozen=True)
 class PairChannels:
-    """One end's channels by name: words and pieces, each to the other end and from it."""
+    """The names of one end's channels: for requests and for pieces of data, one to the other end and one from
+    it."""
 
     core: _core.Worker
     words_out: str
@@ -171,7 +174,8 @@ def lead(channels: PairChannels, seconds: float) -> PairFigures:
 
         def sample() -> float:
             took_s = timed(what, num_bytes)
-            # This time the round trip may have been shorter than the mean: subtract half of the time at most.
+            # In this sample the round trip may have been shorter than the mean, so at most half of the time
+            # is subtracted.
             return max(took_s - round_trip.mean, took_s / 2) / num_bytes
 
         return sampled(sample, seconds)

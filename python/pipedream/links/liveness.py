@@ -1,13 +1,13 @@
-"""Signs of life of the workers: by the rendezvous during the set-up of a run, and by the core's pulse
+"""Workers give signs of life: through the rendezvous during the set-up of a run, and through the core's beats
 afterwards.
 
 Set-up: until its links are open, a rank writes into the rendezvous again and again that it lives and what it
-does. A rank that has not joined yet writes nothing, and its silence means nothing.
+does. A rank that has not joined yet writes nothing, so it is not counted as lost.
 
 Links open: the core's transport thread sends beats to the peers. It needs no interpreter, so a beat shows
 only that the process lives. The pulse is a Python thread that tells the core again and again that the
-interpreter runs, and each beat says whether it does. If some code holds the GIL for good, the pulse stops
-while the beats go on; the peers then give the worker up after peer_timeout.
+interpreter runs. Each beat says whether the core has heard from the pulse lately. If some code never releases
+the GIL, the pulse stops, but the beats go on. The peers then consider the worker lost after peer_timeout.
 
 Each object is owned by one thread, the pulse by the thread that owns the core.
 """
@@ -36,11 +36,11 @@ class Sign:
     """One sign of life of a rank."""
 
     count: int
-    """Larger in each sign, so that no two are equal."""
+    """A number that grows from sign to sign, so that no two signs are equal."""
     peer_timeout_s: float
-    """The peer_timeout of this rank, which gives eight signs in that time."""
+    """The peer_timeout of the sign's rank, which gives eight signs in that time."""
     phase: str
-    """Goes into the error if the rank is lost: "opening links"."""
+    """What the rank is doing, such as "opening links". It is part of the error if the rank is lost."""
     is_done: bool = False
     """Whether this is the rank's last sign, because its links are open."""
 
@@ -62,9 +62,9 @@ class LivenessMonitor:
         self._silent_s: dict[int, float] = {}
 
     def observe(self, signs: Mapping[int, Sign], now_s: float) -> None:
-        """Takes one round: the latest sign of every rank that has given one."""
-        # If this process was stopped or starved, it looks late, and ranks that live would seem silent. So the
-        # time since the last round counts as two periods at most.
+        """Notes the latest sign of every rank that has given a sign."""
+        # If this process was stopped or got no CPU time, it reads the signs late, and living ranks would seem
+        # silent. So the time since the last read counts as two periods at most.
         passed_s = 0.0
         if self._last_round_s is not None:
             passed_s = min(now_s - self._last_round_s, 2 * sign_period_s(self._peer_timeout_s))
@@ -75,8 +75,8 @@ class LivenessMonitor:
             self._signs[rank] = sign
 
     def describe_lost(self) -> str | None:
-        """One line that names a rank without a sign for peer_timeout, the longer of its own and this
-        rank's."""
+        """Returns a line about a rank that gave no sign for peer_timeout; None if there is none. The longer
+        peer_timeout of that rank and this rank counts."""
         for rank, sign in sorted(self._signs.items()):
             patience_s = max(self._peer_timeout_s, sign.peer_timeout_s)
             if not sign.is_done and self._silent_s[rank] > patience_s:
@@ -84,16 +84,16 @@ class LivenessMonitor:
         return None
 
 
-# The core expects a pulse every peer_timeout / 8. The thread may have to wait for the GIL, so it aims at
-# half.
+# The core expects a pulse every peer_timeout / 8. The thread may have to wait for the GIL, so it pulses twice
+# as often.
 _PULSES_PER_TIMEOUT = 16
 
 
 class Pulse:
     """Beats from its construction to stop().
 
-    Keep it until the core's close() has returned: close() may wait until the last items have left, and the
-    peers watch this worker until then.
+    Stop it only after the core's close() has returned. close() may wait until the last items are sent, and
+    the peers watch this worker until then.
     """
 
     def __init__(self, core: _core.Worker, peer_timeout_s: float) -> None:

@@ -1,5 +1,5 @@
 """The options of a run's links: transport, codec, address and ports, keys, and the time after which a silent
-peer is given up. Plain values, which run() makes of its arguments; any thread.
+peer is considered lost. Plain values, which run() makes from its arguments; any thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger("pipedream")
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """The options of links. All workers have the same ones, but each its own address, ports and keys."""
+    """The options of links. All workers have the same options, except for address, ports and keys."""
 
     transport: str = "auto"
     codec: CodecChoice = field(default_factory=dict, metadata=compared(said=lambda choice: choice or None))
@@ -78,7 +78,8 @@ class LinkOptions:
         return self.keys is not None or self.transport == "shm"
 
     def introduction(self) -> dict[str, str | None]:
-        """Returns what peers must know of this worker, ready for JSON: its public key and its machine."""
+        """Returns the facts that peers must know about this worker, as JSON values: its public key and its
+        machine."""
         return {
             "public_key": None if self.keys is None else self.keys.public,
             "machine": read_clock().boot_id,
@@ -90,7 +91,8 @@ class LinkOptions:
         """Raises ValueError for a peer whose public key this worker does not allow, and with transport="shm"
         for a neighbouring stage on another machine.
 
-        Without this check the first link would stay silent, and the second would send small tensors by tcp.
+        Without this check a link to the first kind of peer would stay silent, and a link to the second kind
+        would use tcp for small tensors.
         shares_memory: whether the peer is a neighbouring stage. ends: both workers, in words."""
         public = introduction["public_key"]
         if self.keys is not None and public not in self.keys.allowed:
@@ -152,7 +154,7 @@ def make_link_options(
     peer_timeout_s: float,
     several_machines: bool,
 ) -> LinkOptions:
-    """Checks the arguments of run() for links, and finds this worker's address.
+    """Checks the arguments of run() that concern links, and finds this worker's address.
 
     With insecure=True, logs a warning once per machine if other machines can reach the address. Raises
     ValueError or TypeError that names the argument, also if others can reach the address and there are
