@@ -1,4 +1,4 @@
-"""The protocol of callbacks: what they are told, and what they may decide. On the caller's thread."""
+"""Defines the reports that callbacks get, and the decisions that they may return. On the caller's thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Decision:
-    """A callback's wishes. They take effect at the boundary that its report names in `takes_effect`."""
+    """A callback's decision. It takes effect at the boundary that the report names in `takes_effect`."""
 
     stop: bool = False
     rate_factor: float = 1.0
@@ -61,10 +61,10 @@ class StartReport:
     num_workers: int
     schedule: str
     decision_lead: int
-    """Minibatches from the boundary of a report to the one where its decision takes effect."""
+    """Minibatches from the boundary of a report to the boundary where its decision takes effect."""
     minibatches_per_update: int = 1
-    """Minibatches from which the first stage makes one weight version. It is more than one if the stage has
-    replicas that take turns."""
+    """The number of minibatches per update of the first stage. It is more than one if the stage has replicas
+    that take turns."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ class MinibatchReport:
     """Seconds since the report before, or since the start."""
     version: int = 0
     """Weight version of the first stage after the last minibatch. It counts the updates of this run and of
-    the run from which this one goes on."""
+    the run that this run continues."""
     gradient_norms: Sequence[float] = ()
-    """2-norm of the gradients of each update, before they are clipped: over all stages if the schedule
-    drains, else of the first stage alone. Empty unless max_grad_norm is given, autocast is float16, or a
-    callback has `wants_gradient_norms`. Always empty with sync="asp" or "allreduce", sync_every, spare
+    """2-norm of the gradients of each update, before they are clipped. It is over all stages if the schedule
+    drains, otherwise over the first stage only. Empty unless max_grad_norm is given, autocast is float16, or
+    a callback has `wants_gradient_norms`. Always empty with sync="asp" or "allreduce", sync_every, spare
     shards or a Program."""
     is_past: bool = False
-    """Whether these minibatches came before the checkpoint from which the run continues. Callbacks are told
-    of them again, so that their counts are right. Rates, norms and times are not known."""
+    """Whether these minibatches came before the checkpoint from which the run continues. Callbacks get their
+    reports again, so that the callbacks' counts are right. Rates, norms and times are not known."""
 
     @property
     def end(self) -> int:
@@ -163,8 +163,8 @@ class CheckpointReport:
         return minibatch_of(self.path)
 
     def pin(self) -> None:
-        """Keeps the checkpoint, however many newer ones come. Raises ValueError if it has been removed
-        already, because run(checkpoints=...) keeps only so many."""
+        """Marks the checkpoint, so that it is never removed for newer ones. Raises ValueError if it has been
+        removed already, because run(checkpoints=...) keeps a limited number."""
         pin(self.path)
 
 
@@ -182,15 +182,17 @@ class Callback:
     """The base class of callbacks. A subclass defines the methods that it needs.
 
     Answers of on_minibatches, on_epoch and on_evaluation take effect at a fixed boundary. If the schedule
-    drains, it is the boundary of the report: no later minibatch is admitted before. Otherwise it comes
-    StartReport.decision_lead minibatches later. The pipeline waits there for an answer that is late."""
+    drains, it is the boundary of the report, and no later minibatch starts before the answer. Otherwise the
+    boundary comes StartReport.decision_lead minibatches later. The pipeline waits there for an answer that is
+    late."""
 
     every: int | None = None
-    """Minibatches after which on_minibatches is called, rounded up to a boundary; None: never."""
+    """The number of minibatches between calls of on_minibatches, rounded up to a boundary. None: it is never
+    called."""
     decides = True
     """Whether the methods may return decisions. False: the pipeline never waits for this callback."""
     wants_gradient_norms = False
-    """Whether reports are to have gradient_norms where nothing else measures them."""
+    """Whether reports must have gradient_norms, even if nothing else needs the norms."""
 
     def on_start(self, report: StartReport) -> None: ...
 
@@ -203,7 +205,8 @@ class Callback:
         boundary. For an evaluation that a decision asked for, it is called at the next boundary."""
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
-        """Called soon after a checkpoint is complete. It may pin the checkpoint, and decides nothing else."""
+        """Called soon after a checkpoint is complete. It may pin the checkpoint. Its return value is
+        ignored."""
 
     def on_end(self, report: EndReport) -> None: ...
 

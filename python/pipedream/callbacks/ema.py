@@ -1,4 +1,4 @@
-"""EMA: an exponential moving average of the weights, which the stages keep themselves."""
+"""EMA makes the stages compute an exponential moving average of their weights."""
 
 from __future__ import annotations
 

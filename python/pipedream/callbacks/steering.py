@@ -1,5 +1,6 @@
-"""Calls the callbacks of a run. At a boundary it tells them what has happened since the boundary before, and
-joins their decisions. It runs in the caller's process, or under torchrun at rank 0, on the thread that calls.
+"""Calls the callbacks of a run. At a boundary it gives the callbacks a report of the time since the boundary
+before, and joins their decisions. It runs in the caller's process, or under torchrun at rank 0, on the thread
+that calls.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CallPoints:
     """The points at which a run calls its callbacks. Workers need this, because they have no callbacks."""
 
     everys: tuple[int, ...] = ()
-    """Minibatches between two calls: the number of each callback that has one."""
+    """Minibatches between two calls of on_minibatches, for each callback that has `every`."""
     at_epochs: bool = False
     at_evaluations: bool = False
     decides: bool = False
@@ -42,7 +43,7 @@ class CallPoints:
     gradient_norms: bool = False
     """Whether the norms of gradients are measured for a callback."""
     ema_decay: float | None = None
-    """The decay of the averages that the stages keep; None: they keep none."""
+    """The decay of the averages of weights that the stages compute; None without averages."""
 
     def is_due(self, begin: int, end: int, *, has_ended_epoch: bool) -> bool:
         """Whether a point lies after the boundary `begin`, up to and including the boundary `end`."""
@@ -53,20 +54,21 @@ class CallPoints:
 
 @dataclass(frozen=True)
 class Question:
-    """The message of the first stage at a boundary. If the run goes on from the state of another, the numbers
-    of its minibatches go on, too."""
+    """The message of the first stage at a boundary. If the run continues another run, the numbers of
+    minibatches do not start again from 0."""
 
     boundary: int
     takes_effect: int | None
-    """The boundary at which the answer is due; None: the data are over, and nothing is asked."""
+    """The boundary at which the answer is due. None if the data are over, so that no answer is needed."""
     epochs: list[tuple[int, int]]
-    """(epoch, the minibatch after its last one), for each epoch that has ended since the question before."""
+    """(epoch, end) for each epoch that has ended since the question before. The end is the minibatch after
+    the epoch's last one."""
     samples: list[int]
     """Samples of each minibatch since the question before, up to the boundary."""
     rates: list[float]
     evaluations: list[int] = field(default_factory=list)
-    """Evaluations that the callbacks have not been told of, each by the minibatch before which it took
-    place."""
+    """Evaluations that were not reported to the callbacks yet. Each is given by the minibatch before which it
+    took place."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Question:
@@ -107,7 +109,7 @@ class Steering:
         decays = [callback.decay for callback in given if isinstance(callback, EMA)]
         if len(decays) > 1:
             raise ValueError(f"callbacks has {len(decays)} EMAs: give one")
-        # The stages do an EMA's work; it is told of nothing.
+        # An EMA gets no reports, because the stages do its work.
         self._callbacks = [callback for callback in given if not isinstance(callback, EMA)]
         numbers = [callback.every for callback in self._callbacks]
         self.points = CallPoints(
@@ -121,7 +123,7 @@ class Steering:
         self.error: Exception | None = None
         """The exception that a callback raised. The run stops, and then raises it to the user."""
         self.why_rates_are_fixed = ""
-        """The reason why no callback may change the rates; else empty."""
+        """The reason why no callback may change the rates; empty if callbacks may."""
         self.norms: Sequence[float] = ()
         """Norms of the gradients of all updates of the first stage so far, where they are measured."""
         self._origin = 0
@@ -173,9 +175,9 @@ class Steering:
         return self._tell_again(before, first_minibatch, report.decision_lead)
 
     def _tell_again(self, before: History, end: int, lead: int) -> list[tuple[int, Decision]]:
-        """Goes through the boundaries up to the checkpoint at `end`, and tells the callbacks as the run did.
-        If the weights of the checkpoint are still to be evaluated, the last boundary is left to the run,
-        which asks there again after the evaluation."""
+        """Goes through the boundaries up to the checkpoint at `end`, and gives the callbacks the same reports
+        as the earlier run. If the weights of the checkpoint are still to be evaluated, the last boundary is
+        left to the run, which asks there again after the evaluation."""
         self._losses_before, self._samples, self._is_past = before.losses, [*before.samples], True
         left = [*before.evaluations]
         later: list[tuple[int, Decision]] = []
@@ -224,7 +226,7 @@ class Steering:
         """Tells the callbacks of a boundary and returns their joint decision. losses: of all minibatches up
         to the question's boundary, at least. evaluations: those that the question names.
 
-        A callback that raises stops the run. After that no callback is told of anything."""
+        If a callback raises, the run stops. After that no callback gets a report."""
         self.note_last(question)
         self.tell_of_checkpoints()
         if self.error is not None:
@@ -257,8 +259,8 @@ class Steering:
             self.error = error
 
     def end_with(self, result: Any) -> None:
-        """Tells the callbacks what they have not been told yet, after a run with this RunResult. Their
-        answers decide nothing any more."""
+        """Gives the callbacks all reports that are still missing, after a run with this RunResult. Their
+        answers are ignored."""
         losses, sizes = result.losses, result.epoch_sizes
         self.tell_of_checkpoints()
         if self.error is not None:  # like every error that ends a run early
@@ -343,8 +345,8 @@ class Steering:
         }
 
     def _updates_by(self, minibatch: int) -> int:
-        """Returns how many updates the first stage makes of the minibatches before this one. The last update
-        may have fewer minibatches than the others."""
+        """Returns how many updates the first stage makes from the minibatches before this one. The last
+        update may have fewer minibatches than the others."""
         return -(-(self._origin + minibatch) // self._per_update)
 
     def _new_checkpoints(self) -> list[Path]:

@@ -1,8 +1,8 @@
 """Lists, finds and removes the checkpoints in a run's folder.
 
-A checkpoint is complete if it has a manifest. Without one, its run ended while it wrote the checkpoint. A
-checkpoint is whole if it is complete and no file has changed since. Torch-free; any thread of the process
-that owns the folder.
+A checkpoint is complete if it has a manifest. If the manifest is missing, the run ended while it wrote the
+checkpoint. A checkpoint is whole if it is complete and no file has changed since. Torch-free; any thread of
+the process that owns the folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def newest_whole(path: Path) -> tuple[tuple[Path, Manifest] | None, list[str]]:
-    """Returns the newest whole checkpoint with its manifest, and the reasons why newer ones are not used."""
+    """Returns the newest whole checkpoint with its manifest, and the reasons why newer checkpoints are not
+    used."""
     unused: list[str] = []
     for checkpoint in reversed(checkpoints_in(path)):
         if not is_complete(checkpoint):
@@ -79,8 +80,8 @@ def newest_whole(path: Path) -> tuple[tuple[Path, Manifest] | None, list[str]]:
 def find_checkpoint(path: Path) -> tuple[Path, Manifest, list[str]]:
     """Finds the checkpoint at the path, or the newest whole one in the folder at the path.
 
-    Returns the checkpoint, its manifest, and the reasons why newer ones are not used. Raises ValueError if
-    there is none, or if the path names a checkpoint that is not whole."""
+    Returns the checkpoint, its manifest, and the reasons why newer checkpoints are not used. Raises
+    ValueError if there is no checkpoint, or if the path names a checkpoint that is not whole."""
     if is_complete(path):
         manifest = read_manifest(path)
         problems = problems_of(path, manifest)
@@ -139,9 +140,9 @@ def go_on_after(checkpoint: Path, minibatch: int, path: Path) -> Path:
     """Prepares the folder at the path for a run that continues from the checkpoint and begins with
     `minibatch`.
 
-    The run would write over later checkpoints, so they are renamed to damaged-..., where people find them. If
-    the run begins some minibatches before the checkpoint's, the checkpoint is renamed to the minibatch with
-    which the run begins. Returns the checkpoint's path.
+    The run would overwrite later checkpoints, so they are renamed to damaged-..., and the user can still find
+    them. If the run begins some minibatches before the checkpoint's, the checkpoint is renamed to the
+    minibatch with which the run begins. Returns the checkpoint's path.
     """
     for other in checkpoints_in(path):
         if other != checkpoint and minibatch_of(other) > minibatch:
@@ -155,13 +156,14 @@ def go_on_after(checkpoint: Path, minibatch: int, path: Path) -> Path:
 
 
 def minibatch_of(checkpoint: Path) -> int:
-    """Returns the minibatch in the checkpoint's name; -1 if the name is no checkpoint's."""
+    """Returns the minibatch in the checkpoint's name; -1 if the name is not the name of a checkpoint."""
     match = _NAME.match(checkpoint.name)
     return -1 if match is None else int(match.group(1))
 
 
 def _remove(checkpoint: Path, *, unless_pinned: bool = False) -> None:
-    """Removes a checkpoint. Renames it first, so that nobody finds half of it, or completes it meanwhile.
+    """Removes a checkpoint. Renames it first, so that no process finds a half removed checkpoint, or
+    completes it during the removal.
 
     Files that cannot be removed stay until the next remove_incomplete(). unless_pinned: puts the checkpoint
     back if it was pinned at the last moment."""

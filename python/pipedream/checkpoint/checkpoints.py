@@ -1,5 +1,5 @@
-"""Checkpoints: where and how often a run saves checkpoints, and from which one it continues. Torch-free; any
-thread."""
+"""The argument `checkpoints` of run() says where and how often a run saves checkpoints, and from which
+checkpoint it continues. Torch-free; any thread."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ class Found:
 class Checkpoints:
     """The folder into which a run saves checkpoints, and how often.
 
-    path: a folder; it is made if it is missing. On several machines, one that all of them share.
+    path: a folder, which is made if it is missing. On several machines it must be a folder that all of them
+    share.
     every: "epoch", a number of minibatches, or a time such as "10min". The run saves at the first minibatch
         after that at which all replicas have made their updates.
     keep: the number of newest checkpoints that stay; older ones are removed.
     resume: True continues from the newest whole checkpoint in the folder, if there is one. The path of a
-        checkpoint continues from that one. False refuses a folder that has checkpoints.
+        checkpoint continues from that checkpoint. False refuses a folder that has checkpoints.
     grace: seconds between SIGTERM and the end of the process, in which the run saves once more.
     """
 
@@ -96,8 +97,8 @@ class Checkpoints:
     def find(self) -> Found | None:
         """Returns the checkpoint to continue from, or None to start from the beginning.
 
-        Raises ValueError if `resume` is False and there are checkpoints, if it names one that is not whole,
-        or if there are complete checkpoints and none is whole."""
+        Raises ValueError if `resume` is False and there are checkpoints, if `resume` names a checkpoint that
+        is not whole, or if there are complete checkpoints but no whole one."""
         if self.resume is False:
             present = checkpoints_in(self.folder)
             if present:

@@ -1,4 +1,5 @@
-"""A checkpoint's JSON files: the part of each stage, and the manifest, which makes the checkpoint complete.
+"""A checkpoint has two kinds of JSON files: one part per replica of a stage, and the manifest, which makes
+the checkpoint complete.
 
     checkpoint-000000300/
         checkpoint.json                       the manifest: position, plan, all parts' files, sizes, checksums
@@ -64,9 +65,9 @@ class PartFile:
     num_bytes: int
     crc32: int
     version: int | None = None
-    """The weight version in a file of kind "version" or "tied"; else None."""
+    """The weight version in a file of kind "version" or "tied"; otherwise None."""
     owner: int | None = None
-    """The stage that owns the shared parameters in a file of kind "tied"; else None."""
+    """The stage that owns the shared parameters in a file of kind "tied"; otherwise None."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Part:
 
     @property
     def newest_weights(self) -> list[PartFile]:
-        """The files with the newest version of all parameters that the stage updates: those that it alone
-        uses, and shared ones that it owns."""
+        """The files with the newest version of all parameters that the stage updates: its unshared
+        parameters, and the shared parameters that it owns."""
         return [*self.newest_of_kind("version"), *self.newest_of_kind("tied")]
 
     def newest_of_kind(self, kind: str) -> list[PartFile]:
@@ -98,7 +99,7 @@ class Header:
     """The fields that all parts of a checkpoint have in common."""
 
     run: str
-    """An id of this start of the run. Parts of two starts have different ids."""
+    """An id of one start of the run. If the run is started again, its parts get another id."""
     minibatch: int
     """The checkpoint has the updates of all minibatches before this one, and no later update."""
     epoch: int | None = field(compare=False)
@@ -166,9 +167,10 @@ def write_whole(
     owner: int | None = None,
     lasts: bool = True,
 ) -> PartFile:
-    """Calls `write` with an open file, and gives the file its name when it is whole. Leaves no file if that
-    fails. lasts: first waits until the bytes are on the disk, so that they survive a failing machine."""
-    # The random part keeps the temporary names of two workers that write the same manifest apart.
+    """Calls `write` with an open temporary file, and renames the file when it is complete. After a failure no
+    file is left. lasts: waits, before the renaming, until the bytes are on the disk, so that they survive a
+    crash of the machine."""
+    # The random part makes the temporary names differ if two workers write the same manifest.
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_UNFINISHED}")
     try:
         with unfinished.open("wb") as file:
@@ -212,7 +214,7 @@ def write_part(
 def write_manifest(folder: Path) -> Manifest | None:
     """Writes the manifest if all parts of the checkpoint are in the folder. Returns None if one is missing.
 
-    Raises FileFormatError if the parts are of different runs."""
+    Raises FileFormatError if the parts come from different runs."""
     manifest = _joined(folder)
     if manifest is not None:
         content = _to_bytes(manifest.to_dict())
@@ -240,7 +242,8 @@ def _joined(folder: Path) -> Manifest | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises FileFormatError that names file and field, and OSError if the file cannot be read."""
+    """Reads the manifest. Raises FileFormatError that names file and field, and OSError if the file cannot be
+    read."""
     path = folder / MANIFEST_NAME
     fields = _read(path, _KIND)
     return _told_for(path, lambda: _manifest_of(fields))
@@ -283,7 +286,8 @@ def problems_of(folder: Path, manifest: Manifest, *, checksums: bool = True) -> 
 
 
 def _is_of_its_parts(folder: Path, manifest: Manifest) -> bool:
-    """Whether the manifest agrees with the parts. The manifest has no checksum of its own, the parts do."""
+    """Whether the manifest agrees with the parts. The parts have checksums, but the manifest has none, so it
+    is compared with the parts."""
     try:
         joined = _joined(folder)
     except (FileFormatError, OSError):

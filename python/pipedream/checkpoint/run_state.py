@@ -1,9 +1,9 @@
 """The state of a run that has ended. Another run continues from it: `run(..., state=previous.state)`.
 
 The state has a JSON document, which is the same at all ranks, and the snapshots of the stages. Under torchrun
-each rank has its own snapshots in memory. Local workers write theirs into a folder, from which the next run's
-workers read; the folder is removed with the state. A process keeps the state of its latest run. Older states
-stay only if the user holds them. Any thread.
+each rank has its own snapshots in memory. Local workers write their snapshots into a folder, which the next
+run's workers read. The folder is removed with the state. A process keeps the state of its latest run. Older
+states stay only if the user holds them. Any thread.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class WorkerState:
     """One rank's part of the state."""
 
     snapshots: list[StageSnapshot]
-    """One snapshot per stage of the rank, or that of a spare's shard."""
+    """One snapshot per stage of the rank; at a spare, the snapshot of its shard."""
     process: dict[str, Any]
     """The process's random number generators, as JSON."""
     data: dict[str, Any] | None
-    """The generators of the rank's data stream, as JSON. None if its data draw from the process's generators,
-    or if they have drawn nothing."""
+    """The generators of the rank's data stream, as JSON. None if the data draw from the process's generators,
+    or have drawn nothing."""
 
     @classmethod
     def of(cls, snapshots: list[StageSnapshot], stream: RngStream | None) -> WorkerState:
@@ -93,7 +93,8 @@ class RunState:
 
     @classmethod
     def load(cls, folder: Path, remove: Callable[[], None]) -> RunState:
-        """Reads the document that save() wrote; parts of workers stay in the folder until they are needed."""
+        """Reads the document that save() wrote. The workers' parts stay in the folder until they are
+        needed."""
         document = json.loads((folder / _DOCUMENT).read_text(encoding="utf-8"))
         return cls(document, folder=folder, remove=remove)
 
@@ -106,8 +107,8 @@ class RunState:
         return f"RunState(after {self.minibatch} minibatches)"
 
     def __reduce__(self) -> Any:
-        """Pickles without the parts: local workers read theirs from the folder. The copy does not remove the
-        folder."""
+        """Pickles the state without the parts, because local workers read their parts from the folder. The
+        unpickled copy does not remove the folder."""
         return RunState, (self.document, None, self._folder)
 
     @property
@@ -136,7 +137,8 @@ class RunState:
 
     @property
     def name(self) -> str:
-        """A name for this state: the same at all ranks, and different from every other state's."""
+        """A name for this state. It is the same at all ranks, and differs from the name of every other
+        state."""
         return f"{self.document['name']} after {self.minibatch} minibatches"
 
     def of_rank(self, rank: int) -> WorkerState:
@@ -189,14 +191,14 @@ class RunState:
 
 
 def _remove_here(pid: int, remove: Callable[[], None]) -> None:
-    """Removes the folder, unless this is a forked child of the process that owns it."""
+    """Removes the folder, unless this process is a forked child of the process that owns the folder."""
     if os.getpid() == pid:
         remove()
 
 
 class KeptState:
-    """Keeps a result's state until the process begins its next run. After that the state lives only if the
-    user holds it."""
+    """Holds a result's state until the process begins its next run. After that the state stays in memory only
+    if the user holds it."""
 
     _latest: KeptState | None = None
 
@@ -208,7 +210,7 @@ class KeptState:
 
     @classmethod
     def let_go(cls) -> None:
-        """Lets go of the latest run's state. Called when another run begins."""
+        """Releases the latest run's state. Called when another run begins."""
         if cls._latest is not None:
             cls._latest._held, cls._latest = None, None
 

@@ -1,9 +1,10 @@
 """The exact state of one replica of a stage at a boundary. From it a run continues as if it had never
 stopped.
 
-Boundary N lies before minibatch N: all updates of earlier minibatches are made, and no later one. Nothing is
-pickled: state is tensors and JSON. Optimizers and schedulers also have values that JSON lacks, such as tuples
-and dtypes: encode() turns them into JSON, and decode() back. Plain values in host memory; any thread.
+At boundary N, which lies before minibatch N, all updates of earlier minibatches are made, and no later
+update. Nothing is pickled: state is tensors and JSON. Optimizers and schedulers also have values that JSON
+lacks, such as tuples and dtypes: encode() turns them into JSON, and decode() back. Plain values in host
+memory; any thread.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class StageSnapshot:
 
     stage_index: int
     replica_index: int
-    """The index of the replica, or of the spare: spares have the indices after the replicas'."""
+    """The index of the replica or the spare. Spares have the indices after the replicas."""
     minibatch: int
     """The boundary: the first minibatch whose update is not in the snapshot."""
     versions: dict[int, dict[str, Tensor]]
     """version -> {parameter name in the original model: values}, for parameters that only this stage trains.
-    It has the newest version, and older ones that the first microbatches after the boundary read."""
+    Contains the newest version, and older versions that the first microbatches after the boundary read."""
     tied: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
     """owner stage -> versions as above, for parameters that several stages use. A version is the number of
     the owner's updates."""
@@ -54,7 +55,7 @@ class StageSnapshot:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Returns the weights of the newest version, tied ones too."""
+        """Returns the newest version of all weights, including tied weights."""
         newest = [versions[max(versions)] for versions in (self.versions, *self.tied.values())]
         return {name: tensor for of_version in newest for name, tensor in of_version.items()}
 
@@ -117,7 +118,8 @@ def encode(
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """Undoes encode(). device: for tensors that were not in host memory; None leaves them in host memory.
+    """Undoes encode(). device: the device for tensors that were not in host memory; None puts these tensors
+    in host memory.
 
     All tensors in the result are copies, so that it does not share memory with `tensors`."""
     if isinstance(value, list):

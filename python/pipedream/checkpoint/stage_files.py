@@ -1,7 +1,7 @@
 """Writes the tensors of one stage's part of a checkpoint into safetensors files, and reads them back.
 
 Tensors have the names of the original model's parameters and buffers. Nothing is pickled. The worker's writer
-thread (writer.py) writes checkpoints; the calling thread does all else.
+thread (writer.py) writes checkpoints. All other functions run on the calling thread.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
 
 
 def _with_strides(tensor: Tensor, strides: list[int] | None) -> Tensor:
-    """Returns a copy with these strides: the file stores none, and the tensor lies in the file's memory."""
+    """Returns a copy with these strides. The file does not store strides, and the tensor itself lies in the
+    memory of the mapped file."""
     if strides is None:
         return tensor.clone()
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)

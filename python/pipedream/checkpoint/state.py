@@ -1,6 +1,6 @@
-"""Moves a stage's parameters and buffers from rank to rank, and into a file and back.
+"""Sends a stage's parameters and buffers from rank to rank, and writes them to a file and reads them.
 
-Name, dtype and shape of each tensor travel with it. The receiver cannot know them, because layers may make or
+Name, dtype and shape are sent with each tensor. The receiver cannot know them, because layers may make or
 resize buffers in their first forward. Owned by the calling thread.
 """
 
@@ -141,7 +141,7 @@ def _mean(values: Sequence[Tensor]) -> Tensor:
 
 
 def relay_state(core: _core.Worker, source: str, sink: str) -> None:
-    """Receives what send_state() sent, and sends it on. This rank does not use it."""
+    """Receives the tensors of send_state(), and sends them on. This rank does not use them."""
     described = relay_document(core, source, sink)
     sizes = (math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in described)
     relay_tensors(core, source, sink, sizes)
@@ -156,7 +156,7 @@ def save_state(
 ) -> None:
     """Writes a safetensors file. An existing file keeps its disk space and is written over.
 
-    names: the tensors to save; None saves all. Leaves no file if it fails."""
+    names: the tensors to save; None saves all. After a failure no file is left."""
     state: dict[str, Tensor] = {}
     for stage in stages:
         of_stage = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
@@ -180,7 +180,7 @@ def state_bytes(stage: StageModule, *, only_buffers: bool = False) -> int:
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Writable) -> None:
     """Writes a safetensors file. Only one tensor at a time is copied to the host. The safetensors library's
-    own function would first give up the disk space that was reserved for the file."""
+    own function would first free the disk space that was reserved for the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Tensors with the widest elements come first, so that each begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: (-_width_of(item[1]), item[0]))
@@ -203,7 +203,7 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Writable) -> None:
 
 
 def _width_of(tensor: Tensor) -> int:
-    """Bytes of a number in the file. A complex number is stored as two."""
+    """Bytes of one stored number of the tensor. A complex number is stored as two numbers."""
     return tensor.element_size() // (2 if tensor.is_complex() else 1)
 
 

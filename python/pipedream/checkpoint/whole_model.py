@@ -1,4 +1,4 @@
-"""Reads the whole model out of a checkpoint, into a model or into one file. No run is needed.
+"""Reads the whole model from a checkpoint, without a run. Loads it into a model, or writes it into one file.
 
 Each parameter has its newest version. Floating-point buffers of a stage are the means over its replicas, as
 after a run. On the caller's thread.
@@ -37,8 +37,8 @@ _SAFETENSORS = ".safetensors"
 
 @dataclass(frozen=True)
 class WholeState:
-    """The state of the whole model, by full names. A tensor with several names is there under each of
-    them."""
+    """The state of the whole model, by full names. A tensor with several names is stored under each of its
+    names."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -48,11 +48,11 @@ def load_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
     """Loads the parameters and buffers of a checkpoint into a model, in place.
 
     path: one checkpoint, or a folder of checkpoints, from which the newest whole one is loaded.
-    model: the model that was trained, as an nn.Module or a list of layers. The number of stages plays no
-    part.
+    model: the model that was trained, as an nn.Module or a list of layers. The number of stages does not
+    matter.
 
     Raises ValueError if there is no whole checkpoint, or if the model has other parameters; the error names
-    the first that differs, and the model stays as it was.
+    the first parameter that differs, and the model is unchanged.
     """
     checkpoint, manifest, _ = find_checkpoint(Path(path))
     state = read_whole_state(checkpoint, manifest)
@@ -77,8 +77,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
 
 
 def _load_buffer(module: nn.Module, name: str, saved: Tensor) -> None:
-    """Loads one buffer. It may be new, or have another shape: some layers make theirs in the first
-    forward."""
+    """Loads one buffer. The module may lack the buffer or have another shape, because some layers make
+    buffers in the first forward."""
     buffer = module._buffers.get(name)
     if buffer is not None and buffer.shape == saved.shape and buffer.dtype == saved.dtype:
         with torch.no_grad():
@@ -172,8 +172,8 @@ def read_averages(checkpoint: Path, manifest: Manifest) -> tuple[dict[str, Tenso
         names = read_part(checkpoint / f"{part_name(stage_index, parts[0].replica_index)}.json")[2][NAMES]
         saved = read_kind(checkpoint, [file for part in parts for file in part.of_kind("optimizer")])
         own = {name.removesuffix(AVERAGE): value for name, value in saved.items() if name.endswith(AVERAGE)}
-        # Averages of a shared parameter come from its owner: a stage that only uses it may be a version
-        # behind.
+        # The average of a shared parameter is read from the owner, because a stage that only uses the
+        # parameter may be a version behind.
         averages |= join_pieces({n: v for n, v in own.items() if n not in names["tied"]}, names)
         known_as |= _known_as(names)
     return _with_all_names(averages, known_as), count
@@ -220,8 +220,8 @@ def _with_all_names(tensors: dict[str, Tensor], known_as: Mapping[str, str]) -> 
 def _newest_of(checkpoint: Path, parts: Sequence[Part], names: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns a stage's newest weights from its replicas' parts.
 
-    If the replicas have shards, joins them. If each has all weights, takes the means: with sync_every the
-    replicas' weights differ."""
+    If the replicas have shards, joins the shards. If each replica has all weights, takes the means over the
+    replicas, because with sync_every their weights differ."""
     mine, *others = (read_kind(checkpoint, part.newest_weights) for part in parts)
     found = {name: tensor for of_part in (mine, *others) for name, tensor in of_part.items()}
     return join_pieces(found, names) if has_pieces(found) else mine | mean_buffers(mine, others)

@@ -1,12 +1,12 @@
-"""A worker's checkpoint writer: copies a stage's state in memory; a thread of its own writes the copy to
-disk.
+"""A worker's checkpoint writer copies a stage's state in memory. A separate thread writes the copy to disk.
 
     compute thread    ... B299 U299 | copy | F300 B300 ...
     writer thread                         tensors, part; manifest if all parts are there; remove old ones
 
-Training stalls only for the copy. Its memory is allocated before the first minibatch and holds one copy per
-stage. If the disk is slower than the checkpoints follow each other, the next copy waits until the last one is
-written. If a checkpoint cannot be written, the writer logs a warning and the training goes on.
+Training stalls only while the state is copied. The memory for the copies is allocated before the first
+minibatch, and holds one copy per stage. If the next checkpoint is due before the last one is written, the
+copy waits until it is written. If a checkpoint cannot be written, the writer logs a warning and the training
+goes on.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class CopyMemory:
         self._used_bytes = 0
         self._beside_bytes = 0
         self.peak_bytes = 0
-        """The most bytes in use, with tensors that did not fit (a buffer has grown) and got memory of their
-        own."""
+        """The most bytes in use. Includes separate memory for tensors that did not fit, because a buffer had
+        grown."""
 
     def clear(self) -> None:
         self._used_bytes = self._beside_bytes = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of the tensor in this memory. If it does not fit, allocates."""
+        """Returns a copy of the tensor in this memory. If the copy does not fit, allocates separate
+        memory."""
         begin = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = begin + tensor.nbytes
         if end > self._memory.numel():
@@ -72,7 +73,7 @@ class CopyMemory:
 
     @staticmethod
     def bytes_beside(num_tensors: int) -> int:
-        """The most bytes that alignment leaves unused between so many copies."""
+        """Returns the most bytes that alignment leaves unused between num_tensors copies."""
         return num_tensors * _ALIGNMENT_BYTES
 
 
@@ -176,14 +177,16 @@ class CheckpointWriter:
         job.folder.mkdir(parents=True, exist_ok=True)
         write_stage(job.folder, job.header, job.place, job.contents, job.state)
         for checkpoint in checkpoints_in(self._path):
-            # Looks at earlier checkpoints too: a network file system may have shown their last parts late.
+            # This also checks earlier checkpoints, because a network file system may have shown their last
+            # parts late.
             if _completes(checkpoint):
                 remove_old(self._path, self._keep)
                 self._on_complete(checkpoint)
 
     def _tell(self, job: _Job, error: Exception) -> None:
-        """Logs that a checkpoint could not be written, and removes this part's files to free the disk. They
-        stay if the part is whole, as another worker may have completed the checkpoint with them."""
+        """Logs that a checkpoint could not be written, and removes this part's files to free the disk. The
+        files stay if the part is complete, because another worker may have completed the checkpoint with
+        them."""
         part = part_name(*job.place)
         with contextlib.suppress(OSError):
             for path in () if (job.folder / f"{part}.json").exists() else job.folder.glob(f"{part}[-.]*"):
@@ -198,7 +201,7 @@ class CheckpointWriter:
 
 
 def _completes(checkpoint: Path) -> bool:
-    """Completes the checkpoint if all parts are there. Returns whether this call did."""
+    """Completes the checkpoint if all parts are there. Returns whether this call completed it."""
     try:
         return not is_complete(checkpoint) and write_manifest(checkpoint) is not None
     except FileNotFoundError:

@@ -35,15 +35,15 @@ from pipedream.links.liveness import LivenessMonitor, Sign, sign_period_s
 __all__ = ["START_TIMEOUT_S", "Rendezvous", "connect_store", "host_store", "torchrun_rendezvous"]
 
 START_TIMEOUT_S = 600.0
-"""Seconds for which a rank waits for ranks that have not joined: they may be profiling, or importing
+"""Seconds that a rank waits for ranks that have not joined, because those may be profiling or importing
 torch."""
 _LOOKS_AGAIN_MIN_S, _LOOKS_AGAIN_MAX_S = 0.001, 0.02
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LAST_SIGN_S = 1.0
-"""The most seconds for which a rank with open links waits until the store has its last sign."""
+"""The most seconds that a rank with open links waits until its last sign is in the store."""
 _FAILED_KEY = "failed"
 _LINGER_S = 5.0
-"""The most seconds for which the store's host stays until all ranks have read why the run failed."""
+"""The most seconds that the store's host waits, after a failure, until all ranks have read the reason."""
 
 _T = TypeVar("_T")
 
@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 def host_store() -> tuple[dist.Store, int]:
     """Makes a store on a free port of the loopback interface. Returns the store and the port.
 
-    Raises PipelineError if the loopback interface is down: torch would try for minutes."""
+    Raises PipelineError if the loopback interface is down, because torch would try to connect for minutes."""
     _check_loopback()
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
@@ -72,7 +72,7 @@ def _check_loopback() -> None:
 def _store_at(listener: socket.socket, host: str, port: int) -> dist.Store:
     """Makes a store that listens on `listener`. This process connects to it at host:port.
 
-    Without a listener TCPStore would listen on all interfaces, whatever host says.
+    Without a listener TCPStore would listen on all interfaces, and ignore `host`.
     """
     descriptor = os.dup(listener.fileno())
     try:
@@ -135,8 +135,8 @@ def _hosted_at(host: str, port: int) -> dist.Store:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # A process group of this process uses the port: join its store. If another process uses it, this
-        # fails.
+        # The port is in use. If a process group of this process uses it, this joins the group's store. If
+        # another process uses it, this fails.
         return dist.TCPStore(
             host, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, multi_tenant=True
         )
@@ -188,8 +188,8 @@ class Rendezvous:
         host: str = "the launcher",
         hosts: bool = False,
     ) -> None:
-        """rank: this process's rank; None if it has none, as the caller of local workers. host: the process
-        that hosts the store, in words for errors. hosts: whether this process hosts it."""
+        """rank: this process's rank; None for the caller of local workers. host: describes in errors the
+        process that hosts the store. hosts: whether this process hosts the store."""
         self._store = dist.PrefixStore(prefix, store)
         self._rank = rank
         self._world_size = world_size
@@ -233,18 +233,19 @@ class Rendezvous:
         self._ask(lambda store: store.delete_key(key))
 
     def read(self, keys: list[str]) -> list[Any] | None:
-        """Returns the values of these keys, or None if one of them is not there yet."""
+        """Returns the values of these keys, or None if one of the keys is not in the store yet."""
         return self._ask(
             lambda store: [json.loads(store.get(key)) for key in keys] if store.check(keys) else None
         )
 
     def store_for(self, group: str) -> dist.Store:
-        """Returns a store for a process group of this run. It has a connection of its own, so its owner may
-        use it on another thread."""
+        """Returns a store for a process group of this run. The returned store has its own connection, so
+        another thread may use it."""
         return dist.PrefixStore(group, self._ask(lambda store: store.clone()))  # type: ignore[attr-defined]
 
     def fail(self, message: str) -> None:
-        """Tells every rank that waits here that the run has failed, and why. A second message is ignored."""
+        """Tells every rank that waits in the rendezvous that the run has failed, and why. A second message is
+        ignored."""
         self._has_failed = True
 
         def tell(store: dist.Store) -> None:
@@ -282,11 +283,12 @@ class Rendezvous:
         *,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """Waits until all keys are there, and returns their values.
+        """Waits until all keys are in the store, and returns their values.
 
-        While it waits, raises what raise_if_failed() and `meanwhile` raise. After timeout_s raises PeerLost;
-        `describe` turns the missing keys into the error's text. Once all ranks have joined the timeout no
-        longer counts: a rank may take any time to read its first minibatch, and its signs tell that it lives.
+        Calls raise_if_failed() and `meanwhile` while it waits; their errors end the wait. After timeout_s
+        raises PeerLost; `describe` turns the missing keys into the error's text. Once all ranks have joined
+        the timeout no longer counts: a rank may take any time to read its first minibatch, and its signs tell
+        that it lives.
         """
         begin_s = time.monotonic()
         missing = list(keys)
@@ -315,23 +317,23 @@ class Rendezvous:
         return self._signs is not None and self._signs.has_heard_all()
 
     def join(self, peer_timeout_s: float) -> None:
-        """Begins to give this rank's signs of life, and to look for those of the others."""
+        """Starts to give this rank's signs of life, and to read the signs of the other ranks."""
         assert self._rank is not None
         self._patience_s = peer_timeout_s
         self._signs = _Signs(self._rank, self._world_size, peer_timeout_s)
         self.enter(self._phase)  # wakes the thread, which from now on gives the signs
 
     def enter(self, phase: str) -> None:
-        """Sets what this rank does now, for errors of other ranks. With phase "opening links" they say "rank
-        2 gave no sign of life for 15 s while opening links"."""
+        """Sets the phase that this rank is in, for errors of other ranks. With phase "opening links" such an
+        error says "rank 2 gave no sign of life for 15 s while opening links"."""
         self._phase = phase
         signs = self._signs
         if signs is not None:
             self._ask(lambda store: signs.enter(store, phase))
 
     def leave(self) -> None:
-        """Gives the last sign of life: this rank's links are open, and from now on show which worker ends.
-        Best effort, as this rank no longer needs the store."""
+        """Gives the last sign of life. This rank's links are open, and from now on the links show which
+        worker ends. Best effort, because this rank no longer needs the store."""
         signs, self._signs = self._signs, None
         if signs is not None:
             concurrent.futures.wait([self._post(signs.end)], _LAST_SIGN_S)
@@ -344,7 +346,8 @@ class Rendezvous:
             return [rank for rank in others if not _needs_no_store(store, rank)]
 
         try:
-            # Polls, since each rank needs one of two keys, and the store's own wait() waits for all its keys.
+            # This polls, because one of two keys is enough for each rank, and the store's own wait() waits
+            # for all keys.
             while self._ask(waiting) and time.monotonic() - begin_s < _LINGER_S:
                 _pause(time.monotonic() - begin_s)
         except PeerLost:
@@ -405,8 +408,8 @@ def _pause(waited_s: float) -> None:
 
 
 class _Signs:
-    """Gives this rank's signs of life and reads the others'. Only the store's thread calls it; any thread may
-    call describe_lost() and has_heard_all()."""
+    """Gives this rank's signs of life, and reads the other ranks' signs. Only the store's thread calls it;
+    any thread may call describe_lost() and has_heard_all()."""
 
     def __init__(self, rank: int, world_size: int, peer_timeout_s: float) -> None:
         self._rank = rank
@@ -469,7 +472,7 @@ def _heard_key(rank: int) -> str:
 
 
 def _needs_no_store(store: dist.Store, rank: int) -> bool:
-    """Whether the rank has read why the run failed, or has open links that tell it."""
+    """Whether the rank has read why the run failed, or has open links over which it learns that."""
     if store.check([_heard_key(rank)]):
         return True
     return store.check([_sign_key(rank)]) and Sign.from_json(store.get(_sign_key(rank))).is_done

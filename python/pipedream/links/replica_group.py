@@ -1,7 +1,7 @@
 """A process group of torch.distributed, in which the replicas of one stage all-reduce gradients and weights.
 
-The backend is NCCL if each replica has a CUDA device of its own, else gloo. The run makes its own group and
-leaves the process's default group as it is. gloo listens on the address of the links. Neither backend
+The backend is NCCL if each replica has its own CUDA device, otherwise gloo. The run makes its own group, and
+does not change the process's default group. gloo listens on the address of the links. Neither backend
 encrypts. Owned by the worker's compute thread.
 """
 
@@ -111,7 +111,7 @@ class ReplicaGroup:
 
 
 def _has_device_of_its_own(store: dist.Store, replica: int, num_replicas: int, device: torch.device) -> bool:
-    """Whether each replica has a CUDA device of its own. All replicas get the same answer."""
+    """Whether each replica has its own CUDA device. All replicas get the same answer."""
     own = "host"
     if device.type == "cuda":
         own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"

@@ -1,9 +1,9 @@
 """Carries the residuals of the codec topk from one segment of a run to the next (worker/segment.py).
 
-topk sends only the largest elements of a tensor. The sender adds up the others, element by element, in the
-tensor's residual. A channel has one or more sets of residuals, one residual per tensor of an item, and its
-items use the sets in turn. If a tensor is larger in the next segment, its new elements begin with residual 0.
-On the worker's compute thread.
+topk sends only the largest elements of a tensor. The sender adds the unsent elements to the tensor's
+residual, element by element. A channel has one or more sets of residuals, one residual per tensor of an item,
+and its items use the sets in turn. If a tensor is larger in the next segment, its new elements begin with
+residual 0. On the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pipedream.links.channels import RunChannel
 __all__ = ["Residuals", "keep_residuals", "restore_residuals"]
 
 Residuals = dict[str, list[Tensor]]
-"""Channel name -> all its residuals in host memory: set after set, tensor after tensor."""
+"""Maps a channel's name to the channel's residuals in host memory: set after set, and in a set tensor after
+tensor."""
 
 
 def keep_residuals(core: _core.Worker, rank: int, channels: Iterable[RunChannel]) -> Residuals:
-    """Copies the residuals of the channels on which this rank sends. Waits until all their items have
-    left."""
+    """Copies the residuals of the channels on which this rank sends. First waits until all items of these
+    channels are sent."""
     kept: Residuals = {}
     for channel in channels:
         if channel.sender == rank and channel.codec.startswith("topk"):

@@ -1,8 +1,8 @@
 """Sends and receives tensors and JSON documents outside the schedule: initial weights, final weights,
 results.
 
-They travel in pieces. Both ends know which tensor comes next, so a piece has nothing but its bytes. All calls
-block. The worker's compute thread makes them, before the first minibatch and after the last.
+Tensors and documents are sent in pieces. Both ends know which tensor comes next, so a piece contains only
+bytes. All calls block. The worker's compute thread makes them, before the first minibatch and after the last.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def send_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> Non
 
 
 def receive_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> None:
-    """Fills the tensors with those that send_tensors() sent. They may be on any device."""
+    """Receives the values that send_tensors() sent, into these tensors. The tensors may be on any device."""
     for tensor in tensors:
         landed = torch.empty(tensor.shape, dtype=tensor.dtype)
         _receive_bytes(core, channel, _bytes_of(landed))
@@ -65,7 +65,7 @@ def relay_document(core: _core.Worker, source: str, sink: str) -> Any:
 
 
 def relay_tensors(core: _core.Worker, source: str, sink: str, sizes_bytes: Iterable[int]) -> None:
-    """Sends tensors on, piece by piece as they come. sizes_bytes: the size of each tensor."""
+    """Receives tensors and sends them on, piece by piece. sizes_bytes: the size of each tensor."""
     for num_bytes in sizes_bytes:
         for _ in range(0, num_bytes, PIECE_BYTES):
             core.send_item(sink, [torch.utils.dlpack.to_dlpack(_receive_piece(core, source))])
