@@ -68,8 +68,8 @@ class Footprint:
     """Whether a recompute gives the same output as the forward; also True if this was not tested."""
 
     def or_as(self, other: Footprint) -> Footprint:
-        """Returns the footprint of a stage whose minibatches may be like those of either footprint. Each
-        figure is the larger of the two."""
+        """Returns a footprint that is enough for both kinds of minibatches, those of `self` and those of
+        `other`: the larger of each figure."""
         rows = (*self.factor_rows.items(), *other.factor_rows.items())
         offloadable_bytes = max(self.offloadable_bytes, other.offloadable_bytes)
         stays_bytes = max(kind.stash_bytes - kind.offloadable_bytes for kind in (self, other))

@@ -99,7 +99,9 @@ class PushedFactors:
 
 @dataclass(frozen=True)
 class PushedGradients:
-    """Sizes of what a replica needs, besides the gradients, to exchange them with its stage's shards."""
+    """Sizes of the memory that a replica needs, besides the gradients, to exchange them with its stage's
+    shards.
+    """
 
     copy_bytes: int = 0
     """Bytes of copies of gradients in one round. Gradients that share a chunk, or are sparse, are copied and

@@ -179,7 +179,8 @@ class _HomeSlot:
 class SavedTensors:
     """The tensors that the graph of one microbatch saves. Run its forward inside `with`.
 
-    Then call prefetch() while the work before its backward is under way, and arrive() before its backward.
+    Then call prefetch() while the work just before the microbatch's backward runs, and arrive() before the
+    backward.
     """
 
     def __init__(self, stage: StageOffload, slot: _HomeSlot | None, kept: Iterable[Tensor]) -> None:

@@ -7,16 +7,18 @@ in addition to the pool (Footprint).
     worker of stage 2                                           `-> forward, loss    backward
 
 - A layer runs only in the process that trains it, and as it will train: on that worker's device, under the
-  autocast lists of that device, with rank 0's initial weights and buffers. - A stage sends the boundary
-  downstream as JSON, and then the real values of its tensors, whatever their dtype. Made-up values could
-  fail: integers may be indices, masks select elements, and a loss may refuse numbers that are no
-  probabilities. On a GPU one index out of range makes the device unusable. A stage sends before its backward,
-  so the next stage does not wait for the backward. - The first stage reads the inputs and the last stage the
-  targets, each from its own stream. The stream gives the minibatch to the training again. - A worker learns
-  the boundaries at both sides of its stages, and the footprints of its stages. It needs nothing else, so no
-  process collects results from all workers. - A worker runs its stages in ascending order. Each stage waits
-  only for lower stages, so there is no deadlock. Between two stages of one worker a value stays in memory. -
-  Afterwards generators, buffers, gradients, flags and counters of layers are as they were. A copy of the loss
+  autocast lists of that device, with rank 0's initial weights and buffers.
+- A stage sends the boundary downstream as JSON, and then the real values of its tensors, whatever their
+  dtype. Made-up values could fail: integers may be indices, masks select elements, and a loss may refuse
+  numbers that are no probabilities. On a GPU one index out of range makes the device unusable.
+- A stage sends before its backward, so the next stage does not wait for the backward.
+- The first stage reads the inputs and the last stage the targets, each from its own stream. The stream gives
+  the minibatch to the training again.
+- A worker learns the boundaries at both sides of its stages, and the footprints of its stages. It needs
+  nothing else, so no process collects results from all workers.
+- A worker runs its stages in ascending order. Each stage waits only for lower stages, so there is no
+  deadlock. Between two stages of one worker a value stays in memory.
+- Afterwards generators, buffers, gradients, flags and counters of layers are as they were. A copy of the loss
   is used.
 
 A layer that fails raises PipelineError, which names stage and rank. A value that cannot cross a cut raises

@@ -106,7 +106,7 @@ class ResidentVersions:
 
     def written(self, version: int) -> None:
         self._newest = version
-        # A backward has read what the home held before, so the copy from there is done.
+        # A backward has read the former content of the home, so the copy from there is done.
         self._gone_out[version] = self._copies.out(self.device_slot(version), self._homes[version])
 
     def poison(self, version: int) -> None:

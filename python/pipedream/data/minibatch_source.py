@@ -1,9 +1,9 @@
 """Reads a run's minibatches at a stage that needs them. It looks ahead to find a minibatch that is larger
 than planned.
 
-    planned for 4 x 16, 2-1 replicas    minibatch  0    1    2    3    4    5 length     16   8  | 16   24 |
-                                        20   8 Minibatch 3 is larger. The source reports an end of the data
-                                        before 2, until there is memory for 4 x 24.
+    planned for 4 x 16, 2-1 replicas    minibatch  0    1    2    3    4    5
+                                        length     16   8  | 16   24 | 20   8
+    Minibatch 3 is larger. The source reports an end of the data before 2, until there is memory for 4 x 24.
 
 Minibatches are read in groups: all of a group before the first is handed out. A group lies between two points
 where the rounds of all stages end, so such an end splits no round. Without replicas a group is one minibatch.

@@ -173,7 +173,7 @@ class EvaluatedNorms:
         Raises ValueError if a norm has been trained after it ran in eval mode for a microbatch in flight.
         """
         for index, (name, norm, counter) in enumerate(self._norms):
-            # Both signs are needed: a norm in training mode may not count its steps, and a norm that is in
+            # Two tests are needed: a norm in training mode may not count its steps, and a norm that is in
             # eval mode now may have been trained earlier in this forward.
             has_trained = norm.training or counter._version != self._counts[index]
             self._counts[index] = counter._version

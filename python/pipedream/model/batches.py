@@ -1,4 +1,4 @@
-"""The forms that a minibatch may have, and how a model and a loss are called with each.
+"""Defines the forms that a minibatch may have, and calls a model and a loss with each form.
 
     (inputs, targets)      model(inputs), loss_fn(outputs, targets). If the model's forward takes several
                            arguments, a tuple or list of inputs is its positional arguments, a dict its

@@ -19,7 +19,9 @@ from torch import nn
 __all__ = ["CallHandler", "calls_seen", "is_compiled", "module_names", "visible_modules"]
 
 CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""(module, the call itself, its arguments, its keyword arguments) -> what the caller gets."""
+"""A function of (module, the call itself, positional arguments, keyword arguments). Its result is the result
+of the call for the caller.
+"""
 
 _HANDLER = "_pipedream_call_handler_"  # stored in the module: other threads have modules of their own
 _DEPTH = "_pipedream_call_depth"  # attribute of a class: how many handlers see its calls

@@ -130,8 +130,8 @@ def sites_of_trace(trace: Trace, model: nn.Module) -> DrawSites:
 
 
 def _alike(model: nn.Module, drawing: Iterable[str]) -> list[str]:
-    """Returns modules of the same types as those that draw, such as a layer that LayerDrop skipped in the
-    trace.
+    """Returns the names of modules that have the type of a module that draws, such as a layer that LayerDrop
+    skipped in the trace.
     """
     modules = visible_modules(model)
     kinds = {type(module) for name, module in modules if name in set(drawing)}
@@ -184,7 +184,7 @@ def keyed_draws(
     base: int, stages: Sequence[StageModule], seen: Sequence[SeenDraws], device: torch.device
 ) -> KeyedDraws | None:
     """Returns the keyed draws of a worker's stages; None if they draw nothing. base: draws_seed() of the run.
-    seen: what each stage drew in its rehearsal.
+    seen: for each stage, the parts that drew in its rehearsal.
     """
     traced = stages[0].traced_draws
     if traced is not None:

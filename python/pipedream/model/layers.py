@@ -151,7 +151,7 @@ def _children(model: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 def _is_plain(model: nn.Sequential) -> bool:
-    # Running the children one by one would skip what a subclass or a hook adds around them.
+    # Running the children one by one would skip code that a subclass or a hook adds around them.
     hooks = (
         model._forward_hooks,
         model._forward_pre_hooks,

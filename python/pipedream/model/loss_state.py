@@ -4,7 +4,7 @@ the caller's loss.
 
     included     buffers of the loss's modules; tensors and numbers in attributes of its modules and other
                  objects
-    left out     what belongs to the model, and is copied back with it; entries of lists and dicts
+    left out     values of the model, which are copied back with the model; entries of lists and dicts
     replicas     floating-point values become the mean over the last stage's replicas, as the model's buffers
                  do
 

@@ -43,8 +43,8 @@ def autocast_dtype(autocast: Any) -> torch.dtype | None:
 
 
 def autocast_region(device_type: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context for one forward. Each forward needs a region of its own: within a region torch caches
-    casts of parameters, and would use those of another weight version (facts: the autocast weight cache).
+    """Returns a context for one forward. Each forward needs its own region. Within one region torch caches
+    casts of parameters, so a second forward would use the casts of another weight version.
     """
     if dtype is None:
         return contextlib.nullcontext()
@@ -98,7 +98,8 @@ def num_steps_in_flight(
     """
     others = in_flight * num_replicas_first - num_replicas_last
     steps = 1 + max(0, -(-others // microbatches_per_step))
-    # Replicas of the last stage tell each other about overflows one update later.
+    # Replicas of the last stage learn about each other's overflows one update later, so one more scale may be
+    # in use.
     return steps if num_replicas_last == 1 else steps + 1
 
 

@@ -210,8 +210,8 @@ class _Found(NamedTuple):
         return _Found(value, path, container, key, value, self.is_outside)
 
     def part(self, path: str, value: Any) -> _Found:
-        """Returns an entry for a part of an immutable value. To change the part, the whole value must be made
-        anew.
+        """Returns an entry for a part of an immutable value. To change the part, the whole value must be
+        replaced by a new one.
         """
         return _Found(value, path, self.container, self.key, self.held, self.is_outside)
 
@@ -330,7 +330,7 @@ def _inside_function(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
     if with_globals:
         for name in sorted(_globals_read(function.__code__)):
             value = function.__globals__.get(name)
-            # Follows functions of the user's own module, but not those that it imports.
+            # Follows functions of the user's own module, but not imported functions.
             if not isinstance(value, types.FunctionType) or value.__module__ == function.__module__:
                 yield found.fixed(f"{path} (the global {name})", value)
 

@@ -58,13 +58,13 @@ class StageModule(nn.Module):
         return value
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns (full name in the model, parameter) for each trainable parameter once, in the model's
+        """Returns (full name in the model, parameter) for each trainable parameter, each once, in the model's
         order.
         """
         return [(name, parameter) for name, parameter in self._unique_parameters() if parameter.requires_grad]
 
     def frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns (full name in the model, parameter) for each parameter without requires_grad once."""
+        """Returns (full name in the model, parameter) for each parameter without requires_grad, each once."""
         return [
             (name, parameter) for name, parameter in self._unique_parameters() if not parameter.requires_grad
         ]

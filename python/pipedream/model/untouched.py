@@ -50,7 +50,7 @@ def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[Non
     Saved and restored are:
     - all random number generators,
     - buffers, both contents and objects,
-    - each parameter's .grad (None inside) and requires_grad,
+    - each parameter's .grad (None in the with block) and requires_grad,
     - the contents of small parameters, which a forward may set by its first minibatch,
     - training flags and all other attributes of modules: a counter, `initialised`, the tensors of a memory
       bank. Without this a layer would treat its next minibatch as its second.

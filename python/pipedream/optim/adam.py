@@ -194,8 +194,8 @@ class NAdamW(_MomentOptimizer):
         return 2
 
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """Returns each parameter's step number, and the product of the momenta of all steps including this
-        one.
+        """Counts the step. Returns each parameter's step number, and the product of the momenta of all steps
+        including this one.
         """
         counts = super()._begin_step(group, parameters)
         if not counts:

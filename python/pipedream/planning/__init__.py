@@ -1,1 +1,3 @@
-"""Plans: profile and plan files, costs, the partitioner and its search. Torch-free."""
+"""This package makes plans: it has profile and plan files, costs, the partitioner and its search.
+Torch-free.
+"""

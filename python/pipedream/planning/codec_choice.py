@@ -40,7 +40,7 @@ _EXAMPLE = 'for example "bf16", {"activations": "bf16", "gradients": "topk:0.01"
 def parse_codec(codec: Any) -> CodecChoice:
     """Returns the choice for a `codec` argument: None, one name for both directions, or a mapping of names.
 
-    Raises ValueError or TypeError naming what is wrong and what may be given.
+    Raises ValueError or TypeError, which name the wrong value and the values that are allowed.
     """
     if codec is None:
         return {}

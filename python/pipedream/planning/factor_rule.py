@@ -1,8 +1,8 @@
 """The rule that decides which weights' gradients replicas push as factors (docs/parameter-server.md).
 Planning applies the rule to a profile. A run applies it to its first minibatch (update/factors.py).
 
-W is the weight's bytes, F the bytes of one replica's factors in a round, r the number of replicas. A replica
-sends in a round:
+A round is the work between two updates of the stage. W is the weight's bytes, F the bytes of one replica's
+factors in a round, r the number of replicas. A replica sends in a round:
 
     dense       2 (r - 1) / r  W       gradients to the owners of shards, and new versions to the others
     factors     (r - 1)  F             its factors to each other replica
@@ -73,8 +73,8 @@ class FactoredSum(NamedTuple):
 
 
 def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: float = 1) -> FactoredSum:
-    """Returns the sums for a stage of these layers. minibatches: the number that one replica trains in a
-    round.
+    """Returns the sums for a stage of these layers. minibatches: the number that one replica trains per
+    update.
     """
     found = FactoredSum()
     if num_replicas == 1:

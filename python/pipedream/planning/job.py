@@ -72,9 +72,11 @@ class Job:
     schedule_traits: ScheduleTraits
     replication: Replication
     num_replicas: Sequence[int] | None = None
-    """Replicas of each stage. None: there is no plan yet, and it may have replicas."""
+    """Replicas of each stage. None: there is no plan yet, so stages may have replicas."""
     spares: str | None = None
-    """How an error states the spare shards: "spare_workers is 1". None: there are none."""
+    """The text by which an error states the spare shards: "spare_workers is 1". None: there are no spare
+    shards.
+    """
     codec: CodecChoice = field(default_factory=dict)
     max_grad_norm: float | None = None
     is_float16: bool = False
@@ -83,7 +85,9 @@ class Job:
     ties: Sequence[tuple[int, int]] = ()
     """(owner, user) of parameters that stages share."""
     float32_masters: str | None = None
-    """How an error states the float32 masters. None: no optimizer keeps masters of bfloat16 parameters."""
+    """The text by which an error states the float32 masters. None: no optimizer keeps masters of bfloat16
+    parameters.
+    """
 
     @property
     def has_replicas(self) -> bool:

@@ -1,4 +1,5 @@
-"""Profile: what each layer of a model costs, measured on one device. The file form is pipedream.profile/1.
+"""Profile has the measured costs of each layer of a model on one device. The file form is
+pipedream.profile/1.
 
 Values that never change once built; any thread. Needs no torch: the profiler fills it, the partitioner
 reads it, files carry it between machines.
@@ -110,7 +111,7 @@ class LayerProfile:
 
     @property
     def compute_ms(self) -> float:
-        """Forward and backward of one minibatch: T_l of the paper."""
+        """Milliseconds of the layer's forward and backward for one minibatch: T_l of the paper."""
         return self.forward_ms + self.backward_ms
 
     def compute_ms_with(self, num_microbatches: int) -> float:
@@ -237,7 +238,7 @@ class Profile:
 
     @property
     def compute_ms(self) -> float:
-        """Forward and backward of one minibatch through all layers, on one device."""
+        """Milliseconds of the forward and backward of one minibatch through all layers, on one device."""
         return sum(layer.compute_ms for layer in self.layers)
 
     @property
@@ -320,7 +321,7 @@ class Profile:
         return self._describe(_blocks_of(self.layers) if self.num_layers > _ROWS_MAX else None)
 
     def describe_layers(self) -> str:
-        """The profile as text, with a row for each layer."""
+        """Returns the profile as text, with a row for each layer."""
         return self._describe(None)
 
     def _repr_html_(self) -> str:

@@ -56,7 +56,7 @@ class Limits:
     """Bytes of one minibatch of data."""
     host_bytes: float = 0.0
     """Bytes that each worker needs whatever its stage is. On a host these are the whole model and the buffers
-    through which weights travel.
+    through which weights are sent.
     """
     num_workers: int = 1
     """The number of workers for which host_bytes was computed."""
@@ -281,8 +281,8 @@ def make_limits(
 
 @functools.cache
 def _codec_shares(name: str) -> tuple[float, float]:
-    """Returns two numbers of bytes per byte of a tensor: those of the encoded tensor, and those of the
-    residual. Both are for the dtype that needs most.
+    """Returns how many bytes the encoded tensor and the residual have, each per byte of the original tensor.
+    Both are for the dtype that needs most.
     """
     from pipedream import _core
 
@@ -303,8 +303,8 @@ def _host_bytes(profile: Profile, num_workers: int) -> int:
 
 
 def _num_neighbours(rank: int, num_workers: int) -> int:
-    """Returns the number of a rank's neighbours, its children and its parent, in the tree through which
-    weights travel.
+    """Returns the number of a rank's neighbours (its children and its parent) in the tree through which
+    weights are sent.
     """
     return len(children_of(rank, num_workers)) + (rank > 0)
 

@@ -1,4 +1,4 @@
-"""partition(): finds the best plan by a cost model. Pure except for its progress on stderr; any thread;
+"""partition() finds the best plan by a cost model. Pure except for its progress on stderr; any thread;
 torch-free.
 
     paper        the exact optimum of the paper's formulas, by a search in C++ (csrc/planner)
@@ -8,9 +8,9 @@ torch-free.
 Any schedule other than "pipedream" is simulated and searched with either cost model, because the formulas
 know no bubble.
 
-plan_search.py finds the plan. This module has the arguments, the choice of spare shards, and the figures
-beside the answer. A spare shortens only the replicas' synchronisation. The formulas choose how many spares to
-use (synced_bytes.py). The simulator then checks that the gain is real: synchronisation that happens while
+plan_search.py finds the plan. This module checks the arguments, chooses the spare shards, and adds figures to
+the plan. A spare shortens only the replicas' synchronisation. The formulas choose how many spares to use
+(synced_bytes.py). The simulator then checks that the gain is real: synchronisation that happens while
 replicas compute costs no time, and only the simulator accounts for that.
 """
 
@@ -74,8 +74,9 @@ def partition(
 ) -> Plan:
     """Returns the plan with the smallest predicted time per minibatch on at most `num_workers` workers.
 
-    The cost of a stage is T(i..j, m) = (1/m) max( sum T_l, sum 4 (m-1) |w_l| / (m B) ), that of a boundary 2
-    a_i / B. Ties go to fewer workers, then to fewer stages. Source: PipeDream (SOSP'19), section 3.1.
+    The cost of a stage is T(i..j, m) = (1/m) max( sum T_l, sum 4 (m-1) |w_l| / (m B) ), the cost of a
+    boundary 2 a_i / B. Ties go to fewer workers, then to fewer stages. Source: PipeDream (SOSP'19), section
+    3.1.
 
     `bandwidth` is a text with a unit ("10Gbit/s"), a number of bytes per second, or the result of
     profile_links(). With measured links a search starts from the formulas' optima for some of the bandwidths.
@@ -253,7 +254,7 @@ def _with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
         "straight": straight,
     }
     times = {name: minibatch_ms(stages) for name, stages in others.items()}
-    # Model parallelism runs the straight plan, one minibatch at a time.
+    # The time of model parallelism is that of the straight plan with one minibatch at a time.
     figures: dict[str, Any] = {"alternatives_ms": times | {"model_parallel": one_at_a_time_ms(straight)}}
     if speeds:
         figures["speeds"] = list(speeds[: plan.workers_used])

@@ -1,4 +1,4 @@
-"""Plan: which layers run in which stage, on how many replicas. The file form is pipedream.plan/1.
+"""Plan says which layers run in which stage, and on how many replicas. The file form is pipedream.plan/1.
 
 Values that never change once built; any thread. Needs no torch: the partitioner fills it or a person
 writes it by hand, the launcher and every worker read it, files carry it between machines.
@@ -91,14 +91,14 @@ class Plan:
     bottleneck_ms: float | None = None
     """Predicted time per minibatch of the slowest stage or boundary."""
     predicted: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Optional figures of the cost model: samples_per_s, memory_bytes (null: not predicted), and what
-    print(plan) shows per stage: stage_ms (time per minibatch), stage_parameter_bytes, stage_layers ([first,
-    last] layer names), and boundary_ms (2 C_i after each stage but the last).
+    """Optional figures of the cost model: samples_per_s, memory_bytes (null: not predicted), and figures per
+    stage that print(plan) shows. These are stage_ms (time per minibatch), stage_parameter_bytes, stage_layers
+    ([first, last] layer names), and boundary_ms (2 C_i after each stage but the last).
     """
     max_shapes: Shapes = field(default_factory=dict, hash=False)
-    """The largest sizes of a minibatch's entries for which `run` plans memory, besides those of the first
-    minibatch: {"input_ids": (8, 512)}, or "inputs" and "targets" for pairs. The profile and fitting() set
-    them.
+    """The largest sizes of a minibatch's entries for which `run` plans memory: {"input_ids": (8, 512)}, or
+    "inputs" and "targets" for pairs. `run` also plans for the sizes of the first minibatch. The profile and
+    fitting() set this field.
     """
     shapes_apart: tuple[Shapes, ...] = field(default=(), hash=False)
     """Several kinds of shapes, used instead of max_shapes. `run` plans memory for minibatches as large as one
@@ -282,8 +282,8 @@ class Plan:
         """Returns a plan without replicas and with equal numbers of layers per stage. If the layers do not
         divide evenly, the first stages have one more each.
 
-        num_workers: fewer workers than stages, for schedule "interleaved". Stage s goes to worker s mod
-        num_workers.
+        num_workers: the number of workers, if fewer than stages, for schedule "interleaved". Worker s mod
+        num_workers runs stage s.
         """
         check_whole("num_layers", num_layers, at_least=1)
         check_whole("num_stages", num_stages, at_least=1)
@@ -443,7 +443,7 @@ class Plan:
 
 
 def _misspelt_fields(plan: Plan) -> Iterator[str]:
-    """Yields a warning for each unknown field whose name resembles that of a known one."""
+    """Yields a warning for each unknown field whose name resembles the name of a known field."""
     parts: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [("", plan.extra, _FIELDS)]
     parts += [(f"stages[{i}].", stage.extra, STAGE_FIELDS) for i, stage in enumerate(plan.stages)]
     for where, extra, known in parts:

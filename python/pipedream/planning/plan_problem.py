@@ -1,5 +1,5 @@
-"""PlanProblem: the arguments of one partition(), and plans of given stages with the cost model's figures.
-Pure; any thread; needs no torch.
+"""PlanProblem holds the arguments of one partition(). It makes plans of given stages with the cost model's
+figures. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -242,7 +242,9 @@ class PlanProblem:
         return figures
 
     def _stages_ms(self, plan: Plan, costs: Sequence[StageCosts], microbatches: int | None) -> list[float]:
-        """Returns each stage's milliseconds per minibatch. microbatches None: the fewest possible."""
+        """Returns each stage's milliseconds per minibatch. microbatches None: the smallest possible
+        number.
+        """
         from pipedream import _core
 
         m = microbatches or microbatches_min(plan, self.schedule)
@@ -253,7 +255,9 @@ class PlanProblem:
         ]
 
     def _factored(self, plan: Plan, microbatches: int | None) -> list[dict[str, Any]]:
-        """Returns the figures of weights that go as factors. microbatches None: the fewest possible."""
+        """Returns the figures of weights whose gradients are pushed as factors. microbatches None: the
+        smallest possible number.
+        """
         m = microbatches or microbatches_min(plan, self.schedule)
         of_rounds = profile_of_rounds(self.profile, plan, schedule_of(plan, self.schedule, m))
         return factored_figures(of_rounds, plan.stages)

@@ -132,8 +132,8 @@ def mean_delay(options: _core.ScheduleOptions) -> float:
 
 
 def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
-    """Returns, for each stage, how many minibatches one replica trains in a round. The number is below 1 if a
-    replica gets only some microbatches of a minibatch.
+    """Returns, for each stage, how many minibatches one replica trains in a round (between two updates). The
+    number is below 1 if a replica gets only some microbatches of a minibatch.
     """
     from pipedream import _core
 

@@ -55,7 +55,7 @@ class Stage:
     """
     num_spare_shards: int = 0
     """The number of additional workers that own shards of the stage's parameters and train no minibatches
-    (docs/parameter-server.md). Their ranks follow those of all stages' replicas.
+    (docs/parameter-server.md). Their ranks come after the ranks of all stages' replicas.
     """
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the file that this version does not know. Saving writes them back unchanged."""
@@ -167,8 +167,8 @@ def check_stages(stages: tuple[Stage, ...]) -> None:
 
 
 def check_workers(stages: tuple[Stage, ...]) -> None:
-    """Raises ValueError if only some stages name workers, if one of them is replicated, or if worker numbers
-    have gaps.
+    """Raises ValueError if only some stages name workers, if a stage that names its worker has replicas, or
+    if worker numbers have gaps.
     """
     given = [stage.worker for stage in stages]
     if all(worker is None for worker in given):

@@ -65,7 +65,7 @@ def predict_ms(
 ) -> float | None:
     """Returns milliseconds per minibatch in the steady state. None: the plan has no figures.
 
-    steady_rounds: minibatches of each replica besides warm-up and cool-down. spreads: as in
+    steady_rounds: number of minibatches of each replica, besides warm-up and cool-down. spreads: as in
     simulate_programs().
     """
     if costs_of(plan) is None:
@@ -119,7 +119,7 @@ def simulate_calibrated(
     *,
     spreads: bool = True,
 ) -> Simulation | None:
-    """Simulates a run. None: the plan is not of the calibrated cost model. spreads: as in
+    """Simulates a run. Returns None if the plan is not of the calibrated cost model. spreads: as in
     simulate_programs().
     """
     from pipedream import _core
@@ -262,8 +262,8 @@ def _times(
 
 
 def _update_ms(stage: Stage, cost: StageCosts, num_versions: int, share: float) -> float:
-    """Returns the update time of a worker that owns `share` of the stage's parameters. The costs are those of
-    a replica in a stage without spares.
+    """Returns the update time of a worker that owns `share` of the stage's parameters. `cost` is for a
+    replica in a stage without spares, so it is scaled.
     """
     update_ms, of_shard_ms = cost.update_ms, cost.shard_update_ms
     if num_versions > 1:

@@ -41,8 +41,8 @@ class Program:
         UPDATE stage 0 minibatch 1 writes version 2
 
     Version v is the state after v updates. There is one update per minibatch, or one per round if a stage has
-    replicas. Every replica has a worker of its own. Without replicas, stages may share workers: stage s runs
-    at worker s mod W. The runtime adds sends, receives and recomputing.
+    replicas. Every replica has its own worker. If no stage has replicas, stages may share W workers: stage s
+    runs at worker s mod W. The runtime adds sends, receives and recomputing.
 
     The forwards of a stage are in the order of their microbatches, and so are its backwards. A forward may
     read any version that has been written by then. The stage keeps every version until its last read. A

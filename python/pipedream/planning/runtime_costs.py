@@ -69,7 +69,7 @@ class PositionCosts:
 
 @dataclass(frozen=True)
 class SyncCost:
-    """How much longer a kind of work item takes because replicas exchange gradients and versions in a round.
+    """The additional time of a kind of work item because replicas exchange gradients and versions.
 
     Gradients leave during the backward, and versions arrive before a forward. Both evict the model's data
     from the CPU's caches.
@@ -77,7 +77,7 @@ class SyncCost:
 
     ms: float = 0.0
     ms_per_byte: float = 0.0
-    """Milliseconds per byte that a replica pushes to all other replicas in a round."""
+    """Milliseconds per byte that a replica pushes to all other replicas between two updates."""
 
     def of(self, num_bytes: float) -> float:
         return self.ms + self.ms_per_byte * num_bytes
@@ -263,7 +263,7 @@ def stage_costs(
 
     bytes_per_s, latency_ms: for each stage, figures of the links between its replicas. The calibration has a
     latency, too, and the longer of the two is used. minibatches: for each stage, how many minibatches one
-    replica trains in a round; None: 1.
+    replica trains per update; None: 1.
     """
     costs = []
     for stage_index, stage in enumerate(stages):

@@ -1,5 +1,6 @@
 """Chooses the schedule and the number of microbatches for partition(schedule="auto"). Every combination of
-the two is planned and simulated. The fastest one wins among those whose delay is at most delay_max updates.
+the two is planned and simulated. Among the combinations whose delay is at most delay_max updates, the fastest
+one wins.
 
 At stage s the mean delay of a schedule that does not drain is (n_s - 1) / c_s updates. n_s is the number of
 microbatches in flight at each replica, c_s the number of one replica's microbatches in a round

@@ -1,8 +1,8 @@
 """Simulates when a schedule's instructions run: it replays the workers' instruction lists with given
 durations. Pure; any thread; needs no torch.
 
-The C++ core does the replay (csrc/planner/replay.h has the rules). The runtime executes the same lists, so a
-simulated picture or bubble is that of the schedule that runs.
+The C++ core does the replay (csrc/planner/replay.h has the rules). The runtime executes the same lists, so
+pictures and bubbles from here show the schedule that runs.
 
 SharedHost models workers that share one machine. Every worker has a core of its own. The given durations hold
 while as many workers compute as the machine has cores. If fewer workers compute, each one is faster, because
@@ -184,8 +184,8 @@ def steady_ms(
 ) -> float:
     """Returns milliseconds per minibatch in the steady state of the schedule's lists.
 
-    No timeline is made, which makes it fast enough for a search over thousands of plans. Arguments and errors
-    are those of simulate(), with one time per stage and boundary.
+    No timeline is made, so this is fast enough for a search over thousands of plans. The arguments and errors
+    are as for simulate(), with one time per stage and boundary.
     """
     from pipedream import _core
 

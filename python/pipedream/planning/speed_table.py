@@ -1,6 +1,6 @@
-"""A table of plans for several models, numbers of workers and links, with their predicted speedups.
+"""Makes a table of plans for several models, numbers of workers and links, with their predicted speedups.
 
-    model x workers x bandwidth: the plan, its speed over one worker's and over data parallelism's
+    model x workers x bandwidth: the plan, its speedup over one worker and over data parallelism
 
 Pure except for the files that it reads; any thread; needs no torch.
 """
@@ -122,7 +122,7 @@ def _bytes_per_s(bandwidth: str | LinkProfile, plan: Plan) -> float:
 
 
 def _describe_stages(plan: Plan) -> str:
-    """Returns the replicas of each stage, as "15-1", or "data parallel, 16" or "straight, 4 stages"."""
+    """Returns the replicas of each stage as text: "15-1", "data parallel, 16" or "straight, 4 stages"."""
     if plan.num_stages == 1:
         return "one worker" if plan.workers_used == 1 else f"data parallel, {plan.workers_used}"
     if all(stage.num_replicas == 1 for stage in plan.stages):

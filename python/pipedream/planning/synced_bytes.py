@@ -1,5 +1,5 @@
-"""Computes how many bytes a stage's replicas and spares send each other in a round. Pure; any thread; needs
-no torch.
+"""Computes how many bytes a stage's replicas and spares send each other in a round, which is the work between
+two updates. Pure; any thread; needs no torch.
 
 Replicas push gradients to the owners of shards and pull versions from them. With the codec "factors" they
 push factors of gradients where these are smaller (factor_rule.py).
@@ -45,7 +45,7 @@ _MANY_BYTES = 1e15
 
 
 class SyncedBytes(NamedTuple):
-    """Bytes that one replica sends to one other replica in a round."""
+    """Bytes that one replica sends to one other replica between two updates."""
 
     pushed: float
     pulled: float
@@ -135,7 +135,7 @@ def shard_shares(num_replicas: int, num_spares: int = 0) -> ShardShares:
 
 
 def num_chunks(num_bytes: float, num_replicas: int) -> int:
-    """Returns the number of chunks in which a shard travels if the stage has num_bytes of parameters and no
+    """Returns the number of chunks in which a shard is sent if the stage has num_bytes of parameters and no
     spares.
     """
     from pipedream import _core

@@ -8,7 +8,7 @@ In the backward the clock is read when the gradient of a layer's output is compl
 back through the layers in reverse order. So all layers are timed within one backward. A separate call of
 autograd for each layer would add about 60 us to every layer's time.
 
-Values and gradients are those of real training. Owned by the thread that profiles.
+Values and gradients are the same as in real training. Owned by the thread that profiles.
 
 Clocks use the host's time or a GPU's events. On a GPU a backward's spans end on autograd's own thread.
 """

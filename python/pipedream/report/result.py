@@ -158,9 +158,9 @@ class RunResult:
     """Bytes that all workers sent between stages, headers included, and bytes that they wrote into each
     other's memory."""
     transports: dict[str, str]
-    """How tensors travel between two stages: "0->1" has activations from stage 0 to 1, "1->0" gradients back.
-    Values are "zmq/tcp", "zmq/tcp curve" if encrypted, "shared memory" (for tensors of 16 KiB or more), and
-    "cuda ipc"."""
+    """How tensors are sent between two stages. "0->1" has activations from stage 0 to 1, "1->0" gradients
+    back. Values are "zmq/tcp", "zmq/tcp curve" if encrypted, "shared memory" (for tensors of 16 KiB or more),
+    and "cuda ipc"."""
     worker_pids: list[int]
     memory: list[dict[str, dict[str, int | None]]]
     """Per worker and named term: "predicted" and "peak" bytes; None if a term cannot be measured. On the
@@ -256,8 +256,8 @@ class RunResult:
         self._kept = KeptState(state)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens. It has the workers' work
-        items and the tensors that travelled between them. docs/transport.md describes its tracks."""
+        """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens. It shows the workers' work
+        items and the tensors that were sent between workers. docs/transport.md describes its tracks."""
         channels = {channel.name: channel._asdict() for channel in self.channels}
         spans, arrows = list(self._work_spans()), []
         for transfers in self.transfers:

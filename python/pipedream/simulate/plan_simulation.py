@@ -1,12 +1,13 @@
 """Simulates a plan with a schedule. It runs the schedule's instruction lists with times from a profile.
 Torch-free; any thread.
 
-- A stage takes the sum of its layers' times, divided evenly among the microbatches. - Crossing a boundary
-takes a_i / B in each direction, the C_i of the paper's cost model (csrc/planner/partition.h). A boundary
-carries the tensors of one microbatch at a time in each direction. - A stage's replicas push and pull shards
-of |w| / r bytes over links of their own. - Measured links have the bandwidth of their direction, and a
-latency. - Nothing else costs time: the optimizer's step, the runtime's own work and the sharing of cores are
-ignored. A plan of the calibrated cost model has these costs, and they are used (prediction.py).
+- A stage takes the sum of its layers' times, divided evenly among the microbatches.
+- Crossing a boundary takes a_i / B in each direction, the C_i of the paper's cost model
+  (csrc/planner/partition.h). A boundary carries the tensors of one microbatch at a time in each direction.
+- Each replica of a stage has its own link, over which it pushes and pulls shards of |w| / r bytes.
+- Measured links have the bandwidth of their direction, and a latency.
+- Nothing else costs time: the optimizer's step, the runtime's own work and the sharing of cores are ignored.
+  A plan of the calibrated cost model has these costs, and they are used (prediction.py).
 
 Figures are per minibatch. Each of r replicas trains every r-th minibatch.
 """
@@ -365,7 +366,7 @@ def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
 
 
 def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence[TransferTimes]) -> Plan:
-    """Returns a calibrated plan with its costs replaced by those for these links."""
+    """Returns a calibrated plan with its costs replaced by the costs for these links."""
     of_boundaries = [
         {
             **link,

@@ -338,7 +338,7 @@ class DrawnPart(NamedTuple):
     """
     row_names: list[str]
     note: str
-    """A line that says which rows and what time are left out; empty if none are."""
+    """A line that says which rows and how much time are left out; empty if all are shown."""
 
 
 def drawn_part(

@@ -38,8 +38,8 @@ def check_picture_path(path: str | os.PathLike[str]) -> None:
 
 
 def is_drawn(path: str | os.PathLike[str]) -> bool:
-    """Whether the name is that of a drawn picture, which can show only a few minibatches. False for a
-    trace.
+    """Whether the file's name has the ending of a drawn picture, which can show only a few minibatches. False
+    for a trace.
     """
     return not os.fspath(path).endswith(_TRACE_SUFFIXES)
 

@@ -1,7 +1,7 @@
 """SpanStage is a stage that runs the part of any model's forward between two cuts, by the model's own code.
 
     1  The model's forward runs from its beginning.
-    2  Calls that have ended at the first cut return what was received, without running (crossing.py).
+    2  Calls that have ended at the first cut return the received values, without running (crossing.py).
     3  Everything else runs. Outputs that cross at the second cut are kept as calls end.
     4  The end of the span's last call stops the forward.
 

@@ -94,7 +94,8 @@ class _Places:
     def _tick_in(self, call: int, around: str, absent: str) -> float:
         """Returns the tick at which code of the call would have called the absent module. It is just after
         the calls of the module registered before the absent one, or just before the calls of the module
-        registered after it. The innermost container in which one of these was called decides.
+        registered after it. Both are modules of the same container: the innermost one in which such a call
+        was made.
         """
         position = self._order[absent]
         container = absent
