@@ -32,30 +32,46 @@ std::vector<std::byte*> memory_of(const std::vector<std::uintptr_t>& addresses) 
   return memory;
 }
 
+ExchangeShard shard_of(const ExchangeShardRow& row) {
+  const auto& [chunks, push_dtype] = row;
+  return {chunks_of(chunks), dtype_from_name(push_dtype)};
+}
+
 ExchangePeer peer_of(const ExchangePeerRow& row) {
-  const auto& [chunks, names, is_posted] = row;
-  return {chunks_of(chunks), names.at(0), names.at(1), names.at(2),
-          names.at(3),       names.at(4), names.at(5), is_posted};
+  const auto& [shard, names, is_posted] = row;
+  return {shard_of(shard), names.at(0), names.at(1), names.at(2),
+          names.at(3),     names.at(4), names.at(5), is_posted};
+}
+
+std::size_t push_slot_bytes(const std::vector<ExchangeShardRow>& shards, const std::string& codec) {
+  PushLayout layout(codec_from_name(codec));
+  for (const ExchangeShardRow& row : shards) {
+    const ExchangeShard shard = shard_of(row);
+    for (const ExchangeChunk& chunk : shard.chunks) layout.add(shard, chunk);
+  }
+  return layout.slot_bytes();
 }
 
 }  // namespace
 
 PyShardExchange::PyShardExchange(Worker& worker, std::shared_ptr<TensorExchange> tensors,
-                                 const Rounds& rounds, std::int64_t replica,
-                                 const std::vector<ExchangeChunkRow>& chunks,
+                                 const Rounds& rounds, std::int64_t replica, const ExchangeShardRow& shard,
                                  const std::map<std::int64_t, ExchangePeerRow>& peers,
                                  const std::vector<std::uintptr_t>& own_slots,
                                  const std::vector<std::uintptr_t>& tied_slots,
+                                 const std::vector<std::uintptr_t>& push_slots, const std::string& push_codec,
                                  const std::map<std::int64_t, std::int64_t>& slot_of, bool keeps_gradients,
                                  bool holds_versions, bool posts_early)
     : worker_(worker), tensors_(std::move(tensors)), exchange_(worker.make_exchange([&] {
         ExchangeSpec spec;
         spec.rounds = rounds;
         spec.replica = ReplicaIndex(replica);
-        spec.chunks = chunks_of(chunks);
+        spec.chunks = shard_of(shard).chunks;
         for (const auto& [other, row] : peers) spec.peers.emplace(other, peer_of(row));
         spec.own_slots = memory_of(own_slots);
         spec.tied_slots = memory_of(tied_slots);
+        spec.push_slots = memory_of(push_slots);
+        spec.push_codec = codec_from_name(push_codec);
         for (const auto& [version, slot] : slot_of) {
           spec.slot_of.emplace(WeightVersion(version), SlotIndex(slot));
         }
@@ -75,25 +91,44 @@ py::object PyShardExchange::lend(const TensorView& tensor, const std::shared_ptr
   return tensors_->lend(tensor, worker_.device().type(), worker_.device().index(), owner);
 }
 
-OwnGradients PyShardExchange::own_gradients(const py::list& own, std::int64_t num_summed) const {
-  py::list there;
-  for (const py::handle gradient : own) {
-    if (!gradient.is_none()) there.append(gradient);
-  }
-  Borrowed borrowed = tensors_->borrow(there, worker_.device().type(), worker_.device().index(),
-                                       [] { return "the gradients of this replica"; });
-  OwnGradients gradients{std::vector<TensorView>(own.size()), num_summed, std::move(borrowed.owner)};
-  auto next = borrowed.tensors.begin();
-  for (std::size_t parameter = 0; parameter < own.size(); ++parameter) {
-    if (!own[parameter].is_none()) gradients.by_parameter[parameter] = *next++;
-  }
-  return gradients;
+Borrowed PyShardExchange::borrow(const py::list& tensors) const {
+  return tensors_->borrow(tensors, worker_.device().type(), worker_.device().index(),
+                          [] { return "the gradients of this replica"; });
 }
 
-py::tuple PyShardExchange::begin_update(std::int64_t round, const py::object& own, std::int64_t num_summed) {
-  std::optional<OwnGradients> gradients;
-  if (!own.is_none()) gradients = own_gradients(own.cast<py::list>(), num_summed);
-  ShardExchange::RoundGradients begun = exchange_.begin_update(round, std::move(gradients));
+void PyShardExchange::give(std::size_t parameter, const py::object& gradient) {
+  Gradient given;
+  if (!gradient.is_none()) {
+    py::list one;
+    one.append(gradient);
+    Borrowed borrowed = borrow(one);
+    given = {borrowed.tensors.front(), std::move(borrowed.owner)};
+  }
+  exchange_.give(parameter, std::move(given));
+}
+
+void PyShardExchange::push_ready(std::size_t parameter, const py::object& gradient, std::int64_t num_summed) {
+  give(parameter, gradient);
+  wait([&](Deadline deadline) { return exchange_.push_given(num_summed, deadline); });
+}
+
+void PyShardExchange::push_factors(const py::list& factors, std::int64_t num_summed) {
+  const Borrowed borrowed = borrow(factors);
+  wait([&](Deadline deadline) {
+    return exchange_.push_factors(borrowed.tensors, borrowed.owner, num_summed, deadline);
+  });
+}
+
+void PyShardExchange::push(std::int64_t round, const py::list& gradients, std::int64_t num_summed) {
+  for (std::size_t parameter = 0; parameter < gradients.size(); ++parameter) {
+    if (!exchange_.is_given(parameter)) give(parameter, gradients[parameter]);
+  }
+  wait([&](Deadline deadline) { return exchange_.push_given(num_summed, deadline); });
+  exchange_.end_push(round, num_summed);
+}
+
+py::tuple PyShardExchange::begin_update(std::int64_t round) {
+  ShardExchange::RoundGradients begun = exchange_.begin_update(round);
   py::dict factors;
   for (const auto& [other, item] : begun.factors) {
     py::list of_other;
@@ -154,12 +189,21 @@ py::dict PyShardExchange::contained() const {
 }
 
 void bind_shard_exchange(py::module_& module) {
+  module.def("push_slot_bytes", &push_slot_bytes, py::arg("shards"), py::arg("codec"),
+             "The memory that a round's pushes to the owners of these shards take beside the gradients.");
   py::class_<PyShardExchange>(module, "ShardExchange",
                               "One owner's end of the exchange of a stage's shards. Compute thread.")
-      .def("begin_update", &PyShardExchange::begin_update, py::arg("round"), py::arg("own"),
+      .def("push_ready", &PyShardExchange::push_ready, py::arg("parameter"), py::arg("gradient"),
            py::arg("num_summed"),
-           "own: this replica's flat gradients of the round, by parameter: sums over num_summed "
-           "microbatches; None if it has none. Returns (minibatches of the round, factors by replica).")
+           "Gives a gradient of the round that is pushed next, flat, the sum over so many microbatches, and "
+           "sends the chunks of which all gradients are given.")
+      .def("push_factors", &PyShardExchange::push_factors, py::arg("factors"), py::arg("num_summed"),
+           "Sends the tensors to all others, as an item beside the round's chunks.")
+      .def("push", &PyShardExchange::push, py::arg("round"), py::arg("gradients"), py::arg("num_summed"),
+           "Gives all gradients of the round by parameter, None where there is none, sends the chunks that "
+           "have not left, and keeps the gradients for the round's update.")
+      .def("begin_update", &PyShardExchange::begin_update, py::arg("round"),
+           "Returns the number of the round's minibatches, and the factors by replica.")
       .def("wait_for_readers", &PyShardExchange::wait_for_readers, py::arg("slot"),
            "Waits until the slot's version has been sent to all other replicas.")
       .def("begin_version", &PyShardExchange::begin_version, py::arg("slot"),
@@ -171,8 +215,6 @@ void bind_shard_exchange(py::module_& module) {
       .def("publish", &PyShardExchange::publish, py::arg("chunk"),
            "The chunk of the new version is written: sends it to the others.")
       .def("end_version", &PyShardExchange::end_version)
-      .def("end_push", &PyShardExchange::end_push, py::arg("round"),
-           "All pushes of the round were given to the channels.")
       .def("wait_for_pushes", &PyShardExchange::wait_for_pushes, py::arg("num_rounds_left"),
            "Waits until pushes of at most so many rounds are still to be sent.")
       .def("pull_from", &PyShardExchange::pull_from, py::arg("other"),

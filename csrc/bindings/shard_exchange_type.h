@@ -23,27 +23,32 @@ namespace pipedream {
 // elements, begin_bytes, dtype name).
 using ExchangePieceRow = std::tuple<std::size_t, std::int64_t, std::int64_t, std::size_t, std::string>;
 using ExchangeChunkRow = std::tuple<std::size_t, std::size_t, bool, std::vector<ExchangePieceRow>>;
-// A peer is (chunks, names of channels, is_posted). The names are push_to, push_from, factors_to,
+// A shard is (chunks, name of the dtype in which its gradients are pushed).
+using ExchangeShardRow = std::tuple<std::vector<ExchangeChunkRow>, std::string>;
+// A peer is (shard, names of channels, is_posted). The names are push_to, push_from, factors_to,
 // factors_from, pull_to and pull_from, as in ExchangePeer.
-using ExchangePeerRow = std::tuple<std::vector<ExchangeChunkRow>, std::vector<std::string>, bool>;
+using ExchangePeerRow = std::tuple<ExchangeShardRow, std::vector<std::string>, bool>;
 
 class PyShardExchange {
  public:
-  // own_slots, tied_slots: addresses.
+  // own_slots, tied_slots, push_slots: addresses.
   PyShardExchange(Worker& worker, std::shared_ptr<TensorExchange> tensors, const Rounds& rounds,
-                  std::int64_t replica, const std::vector<ExchangeChunkRow>& chunks,
+                  std::int64_t replica, const ExchangeShardRow& shard,
                   const std::map<std::int64_t, ExchangePeerRow>& peers,
                   const std::vector<std::uintptr_t>& own_slots, const std::vector<std::uintptr_t>& tied_slots,
+                  const std::vector<std::uintptr_t>& push_slots, const std::string& push_codec,
                   const std::map<std::int64_t, std::int64_t>& slot_of, bool keeps_gradients,
                   bool holds_versions, bool posts_early);
 
-  pybind11::tuple begin_update(std::int64_t round, const pybind11::object& own, std::int64_t num_summed);
+  void push_ready(std::size_t parameter, const pybind11::object& gradient, std::int64_t num_summed);
+  void push_factors(const pybind11::list& factors, std::int64_t num_summed);
+  void push(std::int64_t round, const pybind11::list& gradients, std::int64_t num_summed);
+  pybind11::tuple begin_update(std::int64_t round);
   void wait_for_readers(std::int64_t slot);
   void begin_version(std::int64_t slot);
   pybind11::list mean_of(std::int64_t chunk, int num_threads);
   void publish(std::int64_t chunk);
   void end_version();
-  void end_push(std::int64_t round) { exchange_.end_push(round); }
   void wait_for_pushes(std::int64_t num_rounds_left);
   void pull_from(std::int64_t other);
   void note_version(std::int64_t slot) { exchange_.note_version(SlotIndex(slot)); }
@@ -51,7 +56,8 @@ class PyShardExchange {
   [[nodiscard]] const ShardExchange& exchange() const { return exchange_; }
 
  private:
-  [[nodiscard]] OwnGradients own_gradients(const pybind11::list& own, std::int64_t num_summed) const;
+  void give(std::size_t parameter, const pybind11::object& gradient);
+  [[nodiscard]] Borrowed borrow(const pybind11::list& tensors) const;
   [[nodiscard]] pybind11::object lend(const TensorView& tensor, const std::shared_ptr<void>& owner) const;
   template <class Attempt>
   void wait(Attempt attempt);

@@ -488,21 +488,22 @@ void bind_worker(py::module_& module) {
       .def(
           "make_exchange",
           [](PyWorker& self, std::shared_ptr<TensorExchange> tensors, const Rounds& rounds,
-             std::int64_t replica, const std::vector<ExchangeChunkRow>& chunks,
+             std::int64_t replica, const ExchangeShardRow& shard,
              const std::map<std::int64_t, ExchangePeerRow>& peers,
              const std::vector<std::uintptr_t>& own_slots, const std::vector<std::uintptr_t>& tied_slots,
+             const std::vector<std::uintptr_t>& push_slots, const std::string& push_codec,
              const std::map<std::int64_t, std::int64_t>& slot_of, bool keeps_gradients, bool holds_versions,
              bool posts_early) {
-            return std::make_unique<PyShardExchange>(self.worker(), std::move(tensors), rounds, replica,
-                                                     chunks, peers, own_slots, tied_slots, slot_of,
-                                                     keeps_gradients, holds_versions, posts_early);
+            return std::make_unique<PyShardExchange>(
+                self.worker(), std::move(tensors), rounds, replica, shard, peers, own_slots, tied_slots,
+                push_slots, push_codec, slot_of, keeps_gradients, holds_versions, posts_early);
           },
-          py::kw_only(), py::arg("tensors"), py::arg("rounds"), py::arg("replica"), py::arg("chunks"),
-          py::arg("peers"), py::arg("own_slots"), py::arg("tied_slots"), py::arg("slot_of"),
-          py::arg("keeps_gradients"), py::arg("holds_versions"), py::arg("posts_early"),
-          py::keep_alive<0, 1>(),
-          "What the worker's program pushes and pulls goes through it from start() on. chunks: of the own "
-          "shard, and in peers by owner theirs, with the channels there; see shard_exchange_type.h.")
+          py::kw_only(), py::arg("tensors"), py::arg("rounds"), py::arg("replica"), py::arg("shard"),
+          py::arg("peers"), py::arg("own_slots"), py::arg("tied_slots"), py::arg("push_slots"),
+          py::arg("push_codec"), py::arg("slot_of"), py::arg("keeps_gradients"), py::arg("holds_versions"),
+          py::arg("posts_early"), py::keep_alive<0, 1>(),
+          "What the worker's program pushes and pulls goes through it from start() on. shard: this owner's; "
+          "peers: by owner theirs, with the channels there; see shard_exchange_type.h.")
       .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("rank"), py::arg("edges"),
            py::arg("tensors"), py::arg("num_spans_max") = 50'000)
       .def("next_work", &PyWorker::next_work,

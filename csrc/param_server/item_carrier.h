@@ -17,7 +17,8 @@
 
 namespace pipedream {
 
-// The tensors are valid while the owner lives.
+// The tensors are valid while the owner lives. A received tensor that is smaller than planned has the memory
+// of one that is not.
 struct CarriedItem {
   ItemFields fields{};
   std::vector<TensorView> tensors;
@@ -31,9 +32,10 @@ class ItemCarrier {
   ItemCarrier& operator=(const ItemCarrier&) = delete;
   virtual ~ItemCarrier() = default;
 
-  // These functions return false, or an empty optional, at the deadline. After send() the tensor's memory
-  // must not change until wait_until_sent() says that the item is sent.
-  [[nodiscard]] virtual Result<bool> send(const std::string& channel, const TensorView& tensor,
+  // These functions return false, or an empty optional, at the deadline. After send() the tensors' memory
+  // must not change until wait_until_sent() says that the item is sent. The owner of the memory may be null.
+  [[nodiscard]] virtual Result<bool> send(const std::string& channel, const std::vector<TensorView>& tensors,
+                                          const ItemFields& fields, std::shared_ptr<void> owner,
                                           Deadline deadline) = 0;
   // Sends an item whose tensors have no elements.
   [[nodiscard]] virtual Result<bool> tell(const std::string& channel, const ItemFields& fields,
@@ -46,9 +48,10 @@ class ItemCarrier {
 
   // Lets the next items of a channel without slots land in these places.
   virtual void post(const std::string& channel, std::span<const std::span<std::byte>> places) = 0;
-  // copy() and read() run in the order of the device's work. When read() returns, the bytes are in host
-  // memory.
+  // copy(), zero() and read() run in the order of the device's work. copy() may read host memory, too. When
+  // read() returns, the bytes are in host memory.
   virtual void copy(std::byte* to, const std::byte* from, std::size_t num_bytes) = 0;
+  virtual void zero(std::byte* to, std::size_t num_bytes) = 0;
   virtual void read(std::span<std::byte> to, const std::byte* from) = 0;
   // Destroys the owners of items that are sent.
   virtual void collect_released(const std::string& channel) = 0;

@@ -9,19 +9,6 @@
 namespace pipedream {
 namespace {
 
-TensorView flat_view(DType dtype, std::byte* data, std::int64_t num_elements) {
-  TensorView view;
-  view.dtype = dtype;
-  view.num_dims = 1;
-  view.shape[0] = num_elements;
-  view.data = data;
-  return view;
-}
-
-std::size_t size_bytes(const ExchangePiece& piece) {
-  return static_cast<std::size_t>(piece.num_elements) * dtype_bytes(piece.dtype);
-}
-
 // A push has two tensors: first the flags that say for each piece whether it has a gradient, then the chunk.
 constexpr std::size_t kNumPushTensors = 2;
 
@@ -34,10 +21,36 @@ ShardExchange::ShardExchange(ExchangeSpec spec, ItemCarrier& carrier)
       arrivals_(spec_.rounds.num_replicas, static_cast<std::int64_t>(spec_.chunks.size()), first_,
                 /*num_rounds_max=*/1),
       num_pushed_(first_.value()),
+      pushes_(spec_, carrier),
       newest_(first_),
       slot_of_(spec_.slot_of) {
   slot_of_.try_emplace(first_, SlotIndex(0));
   for (const auto& [other, peer] : spec_.peers) newest_pulled_[other] = first_;
+}
+
+// Pushes to others.
+
+Result<bool> ShardExchange::push_factors(const std::vector<TensorView>& factors,
+                                         const std::shared_ptr<void>& owner, std::int64_t num_summed,
+                                         Deadline deadline) {
+  ItemFields fields;
+  fields.num_minibatches = static_cast<std::uint32_t>(num_summed);
+  for (auto to = spec_.peers.lower_bound(next_factored_); to != spec_.peers.end(); ++to) {
+    if (!to->second.factors_to.empty()) {
+      const Result<bool> sent = carrier_.send(to->second.factors_to, factors, fields, owner, deadline);
+      if (!sent || !sent.value()) return sent;
+    }
+    next_factored_ = to->first.next();
+  }
+  next_factored_ = {};
+  return true;
+}
+
+void ShardExchange::end_push(std::int64_t round, std::int64_t num_summed) {
+  num_pushed_ = round + 1;
+  std::vector<Gradient> gradients = pushes_.end_round();
+  if (spec_.rounds.asynchronous) return;  // the owner updates itself
+  own_of_rounds_[round] = std::make_shared<OwnGradients>(OwnGradients{std::move(gradients), num_summed});
 }
 
 // Pushes of others.
@@ -87,8 +100,9 @@ Result<bool> ShardExchange::tell_end(std::int64_t num_minibatches, std::uint8_t 
 std::optional<std::string> ShardExchange::misfit(const CarriedItem& item, const ExchangeChunk& chunk) const {
   if (item.fields.is_end_of_data) return "the data ended within a round";
   if (item.tensors.size() != kNumPushTensors) return std::to_string(item.tensors.size()) + " tensors";
+  const std::size_t content_bytes = item.tensors[1].size_bytes();
   if (item.tensors[0].size_bytes() != chunk.pieces.size() ||
-      item.tensors[1].size_bytes() != chunk.num_bytes) {
+      (content_bytes != chunk.num_bytes && content_bytes != 0)) {
     return to_string(item.tensors[0]) + " and " + to_string(item.tensors[1]) + " for " +
            std::to_string(chunk.pieces.size()) + " pieces of " + std::to_string(chunk.num_bytes) + " bytes";
   }
@@ -124,6 +138,11 @@ Result<std::optional<ChunkGradients>> ShardExchange::mean_of(std::int64_t chunk_
     members.insert(other);
     std::vector<std::byte>& of_other = flags[other] = std::vector<std::byte>(chunk.pieces.size());
     carrier_.read(of_other, pushed.chunk->tensors[0].data);
+    const bool has_any = std::ranges::any_of(of_other, [](std::byte flag) { return flag != std::byte{0}; });
+    if (has_any && pushed.chunk->tensors[1].size_bytes() == 0) {
+      return carrier_.located(
+          {FailureKind::kCorruptFrame, peer(other).push_from + ": gradients without content"});
+    }
   }
   if (own_) members.insert(spec_.replica);
   for (const ReplicaIndex member : members) {
@@ -135,7 +154,7 @@ Result<std::optional<ChunkGradients>> ShardExchange::mean_of(std::int64_t chunk_
     gradients.pieces.push_back(gradients_of(position, chunk, flags, num_threads));
   }
   auto owners = std::make_shared<std::vector<std::shared_ptr<void>>>();
-  if (own_) owners->push_back(own_->owner);
+  if (own_) owners->push_back(own_);
   for (auto& [other, pushed] : pushed_) owners->push_back(std::exchange(pushed.chunk, std::nullopt)->owner);
   gradients.owner = std::move(owners);
   return std::optional<ChunkGradients>(std::move(gradients));
@@ -145,7 +164,7 @@ PieceGradients ShardExchange::gradients_of(std::size_t position, const ExchangeC
                                            const std::map<ReplicaIndex, std::vector<std::byte>>& flags,
                                            int num_threads) const {
   const ExchangePiece& piece = chunk.pieces[position];
-  const TensorView own = own_piece(piece);
+  const TensorView own = own_ ? own_->by_parameter.at(piece.parameter_index).piece(piece) : TensorView();
   PieceGradients gradients;
   bool adds_own = own.data != nullptr;
   for (const auto& [other, pushed] : pushed_) {
@@ -154,7 +173,7 @@ PieceGradients ShardExchange::gradients_of(std::size_t position, const ExchangeC
       adds_own = false;
     }
     std::byte* const data = pushed.chunk->tensors[1].data + piece.begin_bytes;
-    const TensorView received = flat_view(piece.dtype, data, piece.num_elements);
+    const TensorView received = flat_view(piece.dtype, data, piece.num_bytes());
     // The place is never the memory of this owner's own gradient, which may have another use. It may be the
     // memory of a received part without a gradient.
     if (!spec_.keeps_gradients) gradients.place = received;
@@ -170,23 +189,11 @@ PieceGradients ShardExchange::gradients_of(std::size_t position, const ExchangeC
   return gradients;
 }
 
-// The piece of this owner's gradient; without data if there is none.
-TensorView ShardExchange::own_piece(const ExchangePiece& piece) const {
-  if (!own_) return {};
-  const TensorView& whole = own_->by_parameter.at(piece.parameter_index);
-  if (whole.data == nullptr) return {};
-  const std::size_t offset = static_cast<std::size_t>(piece.first_element) * dtype_bytes(piece.dtype);
-  PD_CHECK(whole.dtype == piece.dtype && offset + size_bytes(piece) <= whole.size_bytes(),
-           to_string(whole) << " of parameter " << piece.parameter_index);
-  return flat_view(piece.dtype, whole.data + offset, piece.num_elements);
-}
-
 // The update.
 
-ShardExchange::RoundGradients ShardExchange::begin_update(std::int64_t round,
-                                                          std::optional<OwnGradients> own) {
+ShardExchange::RoundGradients ShardExchange::begin_update(std::int64_t round) {
   round_ = round;
-  own_ = std::move(own);
+  if (auto own = own_of_rounds_.extract(round)) own_ = std::move(own.mapped());
   RoundGradients gradients;
   std::int64_t num_summed = own_ ? own_->num_summed : 0;
   for (auto& [other, pushed] : pushed_) {
@@ -236,7 +243,7 @@ void ShardExchange::post_places(SlotIndex write_slot) {
     if (!from.is_posted) continue;
     PD_CHECK(!posted_slot_, "slot " << write_slot.value() << " after slot " << posted_slot_->value());
     places.clear();
-    for (const ExchangeChunk& chunk : from.chunks) {
+    for (const ExchangeChunk& chunk : from.shard.chunks) {
       places.emplace_back(place_of(chunk, write_slot, newest_.next()), chunk.num_bytes);
     }
     carrier_.post(from.pull_from, places);
@@ -249,7 +256,7 @@ Result<bool> ShardExchange::publish(std::int64_t chunk_index, Deadline deadline)
   std::byte* const place = place_of(chunk, write_slot_, newest_.next());
   for (const auto& [other, to] : spec_.peers) {
     if (is_held_ || to.pull_to.empty()) continue;
-    held_[other].push_back(flat_view(DType::kUInt8, place, static_cast<std::int64_t>(chunk.num_bytes)));
+    held_[other].push_back(flat_view(DType::kUInt8, place, chunk.num_bytes));
   }
   is_held_ = true;
   for (const auto& [other, held] : held_) {
@@ -267,11 +274,11 @@ Result<bool> ShardExchange::send_held(ReplicaIndex other, Deadline deadline) {
   if (spec_.holds_versions && !to.push_to.empty() && !held.empty()) {
     const std::int64_t num_rounds_later = std::max<std::int64_t>(0, num_pushed_ - 1 - round_);
     const Result<bool> have_left = carrier_.wait_until_sent(
-        to.push_to, static_cast<std::size_t>(num_rounds_later) * to.chunks.size(), deadline);
+        to.push_to, static_cast<std::size_t>(num_rounds_later) * to.shard.chunks.size(), deadline);
     if (!have_left || !have_left.value()) return have_left;
   }
   while (!held.empty()) {
-    const Result<bool> sent = carrier_.send(to.pull_to, held.front(), deadline);
+    const Result<bool> sent = carrier_.send(to.pull_to, {held.front()}, {}, nullptr, deadline);
     if (!sent || !sent.value()) return sent;
     held.erase(held.begin());
   }
@@ -299,7 +306,7 @@ void ShardExchange::note_version(SlotIndex slot) {
 Result<bool> ShardExchange::wait_for_pushes(std::int64_t num_rounds_left, Deadline deadline) {
   for (const auto& [other, to] : spec_.peers) {
     if (to.push_to.empty()) continue;
-    const auto num_left = static_cast<std::size_t>(num_rounds_left) * to.chunks.size();
+    const auto num_left = static_cast<std::size_t>(num_rounds_left) * to.shard.chunks.size();
     const Result<bool> have_left = carrier_.wait_until_sent(to.push_to, num_left, deadline);
     if (!have_left || !have_left.value()) return have_left;
   }
@@ -318,8 +325,8 @@ Result<bool> ShardExchange::pull_from(ReplicaIndex other, Deadline deadline) {
   const ExchangePeer& from = peer(other);
   const WeightVersion version = newest_pulled_.at(other).next();
   const std::optional<SlotIndex> own_slot = slot_with(version);  // none: the version is no longer read
-  for (; num_chunks_pulled_ < from.chunks.size(); ++num_chunks_pulled_) {
-    const ExchangeChunk& chunk = from.chunks[num_chunks_pulled_];
+  for (; num_chunks_pulled_ < from.shard.chunks.size(); ++num_chunks_pulled_) {
+    const ExchangeChunk& chunk = from.shard.chunks[num_chunks_pulled_];
     auto received = carrier_.receive(from.pull_from, deadline);
     if (!received) return received.failure();
     if (!received.value()) return false;

@@ -4,6 +4,8 @@
 // them.
 //
 //   round t           who asks      what is done here, chunk by chunk
+//   SEND push         the worker    give() of each gradient, push_given() while the backward makes more of
+//                                   them and when it is over, end_push()
 //   RECV push         the engine    waits for the beginning of a replica's gradient; says where the others'
 //                                   next versions may land
 //   UPDATE            the worker    begin_update(), begin_version(); of each chunk mean_of(), then the
@@ -24,7 +26,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,62 +33,17 @@
 #include "base/failure.h"
 #include "base/ids.h"
 #include "channel/tensor.h"
+#include "param_server/exchange_spec.h"
 #include "param_server/item_carrier.h"
+#include "param_server/shard_pushes.h"
 #include "param_server/shard_rounds.h"
-#include "schedule/rounds.h"
 
 namespace pipedream {
 
-struct ExchangePiece {
-  std::size_t parameter_index = 0;
-  std::int64_t first_element = 0;
-  std::int64_t num_elements = 0;
-  std::size_t begin_bytes = 0;  // offset in its chunk
-  DType dtype = DType::kFloat32;
-};
-
-struct ExchangeChunk {
-  std::size_t begin_bytes = 0;  // in the slot
-  std::size_t num_bytes = 0;
-  bool is_tied = false;  // other stages use its parameters, too; it lies in tied_slots
-  std::vector<ExchangePiece> pieces;
-};
-
-// Another owner, and the names of the channels to and from it. A name is empty if the channel does not exist,
-// because a spare pushes nothing and reads no version.
-struct ExchangePeer {
-  std::vector<ExchangeChunk> chunks;  // of its shard, in the order in which they travel
-  std::string push_to;
-  std::string push_from;
-  std::string factors_to;  // carries one item per round, before the chunks
-  std::string factors_from;
-  std::string pull_to;
-  std::string pull_from;
-  bool is_posted = false;  // its versions land directly in the version's slot
-};
-
-struct ExchangeSpec {
-  Rounds rounds;
-  ReplicaIndex replica;               // this owner
-  std::vector<ExchangeChunk> chunks;  // of its shard, in the order in which they travel
-  std::map<ReplicaIndex, ExchangePeer> peers;
-  std::vector<std::byte*> own_slots;             // memory of the stage's version slots
-  std::map<WeightVersion, SlotIndex> slot_of{};  // the slots' versions; empty: the newest, in the first
-  std::vector<std::byte*> tied_slots;            // version v lies in slot (v - first) mod their number
-  bool keeps_gradients = false;                  // the optimizer may keep them: no mean in a received item
-  bool on_host = true;                           // means of float32 and float64 are made here
-  // Whether to send a replica its chunks of the new version only after the chunks that are pushed to it. All
-  // channels of a link get equal parts of the bandwidth, so versions would slow down the pushes to spares,
-  // and everybody waits for the spares' shards last.
-  bool holds_versions = false;
-  bool posts_early = true;  // false: posts places at begin_version()
-};
-
-// This owner's gradients of a round, one flat tensor per parameter. A tensor without data means no gradient.
+// This owner's gradients of a round.
 struct OwnGradients {
-  std::vector<TensorView> by_parameter;
+  std::vector<Gradient> by_parameter;
   std::int64_t num_summed = 0;  // microbatches
-  std::shared_ptr<void> owner;
 };
 
 // The mean gradient of a piece, or the gradients from which the caller makes the mean, in the order of the
@@ -124,9 +80,21 @@ class ShardExchange {
   // slot, or are dropped because the slot has another version by now.
   [[nodiscard]] Result<bool> pull_from(ReplicaIndex other, Deadline deadline);
 
-  // Says that all pushes of the round have been given to the channels. The worker whose gradients they are
-  // sends them itself.
-  void end_push(std::int64_t round) { num_pushed_ = round + 1; }
+  // Pushing: the owner gives each of its gradients of the round once, and says when they are all given.
+  // push_given() sends the chunks of which all gradients are given. num_summed: microbatches of the round.
+  void give(std::size_t parameter_index, Gradient gradient) {
+    pushes_.give(parameter_index, std::move(gradient));
+  }
+  [[nodiscard]] bool is_given(std::size_t parameter_index) const { return pushes_.has(parameter_index); }
+  [[nodiscard]] Result<bool> push_given(std::int64_t num_summed, Deadline deadline) {
+    return pushes_.send_complete(num_summed, deadline);
+  }
+  // Sends the factors of the round to all others.
+  [[nodiscard]] Result<bool> push_factors(const std::vector<TensorView>& factors,
+                                          const std::shared_ptr<void>& owner, std::int64_t num_summed,
+                                          Deadline deadline);
+  // Keeps the round's gradients, which are all given and sent, for its update.
+  void end_push(std::int64_t round, std::int64_t num_summed);
   // Waits until the pushes of all but num_rounds_left rounds are sent.
   [[nodiscard]] Result<bool> wait_for_pushes(std::int64_t num_rounds_left, Deadline deadline);
 
@@ -138,7 +106,7 @@ class ShardExchange {
     std::int64_t num_minibatches = 0;                           // the mean's divisor
     std::vector<std::pair<ReplicaIndex, CarriedItem>> factors;  // of the others
   };
-  [[nodiscard]] RoundGradients begin_update(std::int64_t round, std::optional<OwnGradients> own);
+  [[nodiscard]] RoundGradients begin_update(std::int64_t round);
   // Waits until this owner's shard in the slot is sent to all replicas, so that the slot may be overwritten.
   [[nodiscard]] Result<bool> wait_for_readers(SlotIndex write_slot, Deadline deadline);
   // Does wait_for_readers(), and lets the other owners' shards of the next version land in the slot.
@@ -180,7 +148,6 @@ class ShardExchange {
   [[nodiscard]] PieceGradients gradients_of(std::size_t position, const ExchangeChunk& chunk,
                                             const std::map<ReplicaIndex, std::vector<std::byte>>& flags,
                                             int num_threads) const;
-  [[nodiscard]] TensorView own_piece(const ExchangePiece& piece) const;
   void post_places(SlotIndex write_slot);
   [[nodiscard]] std::optional<SlotIndex> slot_with(WeightVersion version) const;
   [[nodiscard]] std::byte* place_of(const ExchangeChunk& chunk, std::optional<SlotIndex> own_slot,
@@ -193,13 +160,16 @@ class ShardExchange {
   ShardRounds arrivals_;
   std::map<ReplicaIndex, Pushed> pushed_;  // for the round that is updated next
   std::optional<ItemFields> told_end_;
-  std::int64_t num_pushed_;  // rounds
-  ReplicaIndex next_told_;   // the first replica that tell_end() has not told
+  std::int64_t num_pushed_;     // rounds
+  ReplicaIndex next_told_;      // the first replica that tell_end() has not told
+  ReplicaIndex next_factored_;  // the first replica that push_factors() has not sent to
+  ShardPushes pushes_;
+  std::map<std::int64_t, std::shared_ptr<OwnGradients>> own_of_rounds_;
 
   // The update that is being made.
   std::int64_t round_ = 0;
   std::int64_t num_minibatches_ = 0;
-  std::optional<OwnGradients> own_;
+  std::shared_ptr<OwnGradients> own_;  // null: it has no part of the round
   SlotIndex write_slot_;
   std::map<ReplicaIndex, std::vector<TensorView>> held_;  // chunks still to be sent, in order
   bool is_held_ = false;                                  // whether the chunk being published is in held_

@@ -23,6 +23,8 @@ std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + 
 constexpr double kChunkBytesMin = 1 << 20;
 constexpr double kBesidesChunkBytes = 512;
 
+double beside_chunks_bytes(double bytes) { return std::floor(bytes / kChunkBytesMin) * kBesidesChunkBytes; }
+
 double largest_tensor(const ReplicaWeights& weights) {
   return std::min(weights.largest, weights.all - weights.factored);
 }
@@ -41,14 +43,15 @@ double gradient_bytes(const ReplicaWeights& weights, std::int64_t num_versions, 
   std::int64_t rounds = 1 + (costs.staleness + 1) / 2;
   if (weights.factored > 0) ++rounds;
   if (costs.has_spares && num_versions + costs.staleness > 1) ++rounds;
-  return static_cast<double>(rounds) * (weights.all - weights.factored + others + weights.factors);
+  const double copies = others + beside_chunks_bytes(others);
+  return static_cast<double>(rounds) * (weights.all - weights.factored + copies + weights.factors);
 }
 
 // The bytes of the slots for other replicas' pushes and for pulls, at a stage with shards.
 double slots_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, double shard, double others,
                    const MemoryCosts& costs) {
   const auto num_others = static_cast<double>(num_replicas - 1);
-  double pushed = shard + weights.factors + std::floor(shard / kChunkBytesMin) * kBesidesChunkBytes;
+  double pushed = shard + weights.factors + beside_chunks_bytes(shard);
   if (costs.whole_tensors) pushed += largest_tensor(weights);
   return num_others * pushed + (costs.posts_versions && !costs.asynchronous ? 0 : others);
 }

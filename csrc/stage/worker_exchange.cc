@@ -10,8 +10,9 @@ class ExchangeCarrier final : public ItemCarrier {
  public:
   explicit ExchangeCarrier(Worker& worker) : worker_(worker) {}
 
-  Result<bool> send(const std::string& channel, const TensorView& tensor, Deadline deadline) override {
-    return worker_.send_item(channel, {}, {tensor}, nullptr, deadline);
+  Result<bool> send(const std::string& channel, const std::vector<TensorView>& tensors,
+                    const ItemFields& fields, std::shared_ptr<void> owner, Deadline deadline) override {
+    return worker_.send_item(channel, fields, tensors, std::move(owner), deadline);
   }
   Result<bool> tell(const std::string& channel, const ItemFields& fields, Deadline deadline) override {
     std::vector<TensorView> tensors;
@@ -48,6 +49,15 @@ class ExchangeCarrier final : public ItemCarrier {
     } else {
       std::memcpy(to, from, num_bytes);
     }
+  }
+  void zero(std::byte* to, std::size_t num_bytes) override {
+    if (!worker_.compute_stream_) {
+      std::memset(to, 0, num_bytes);
+      return;
+    }
+    const std::vector<std::byte> zeros(num_bytes);  // rare: a minibatch that does not use a parameter
+    worker_.compute_stream_->copy(to, zeros.data(), num_bytes);
+    worker_.compute_stream_->synchronize();
   }
   void read(std::span<std::byte> to, const std::byte* from) override {
     copy(to.data(), from, to.size());

@@ -258,44 +258,58 @@ def test_parameters_that_are_tied_within_the_only_stage_have_one_gradient(farm: 
 
 
 class _HalfFrozen(nn.Module):
-    """In odd minibatches its second weight has no gradient."""
+    """In some minibatches its second layer has no gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
-        self.always = nn.Linear(3, 3)
-        self.sometimes = nn.Linear(3, 3)
+        self.always = nn.Linear(width, width, bias)
+        self.sometimes = nn.Linear(width, width, bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output = self.always(inputs)
         return self.sometimes(output) if inputs[0, 0] > 0 else output
 
 
-def _train_half_frozen(used: list[bool], sync: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+class _WholeTensorSGD(torch.optim.SGD):
+    """Gets whole tensors, as any optimizer that is not known to work by element."""
+
+
+def _half_frozen(
+    used: list[bool], fills: bool
+) -> tuple[nn.Sequential, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """fills: whether each gradient fills a chunk of whole tensors."""
     torch.manual_seed(0)
-    model = nn.Sequential(_HalfFrozen(), nn.Linear(3, 3)).double()
-    data = [(torch.full((2, 3), 1.0 if use else -1.0).double(), torch.ones(2, 3).double()) for use in used]
+    width = 8 if fills else 3
+    model = nn.Sequential(_HalfFrozen(width, not fills), nn.Linear(width, width, not fills)).double()
+    inputs = [torch.full((2, width), 1.0 if use else -1.0).double() for use in used]
+    return model, [(of_minibatch, torch.ones_like(of_minibatch)) for of_minibatch in inputs]
+
+
+def _train_half_frozen(
+    used: list[bool], sync: str, fills: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, data = _half_frozen(used, fills)
     plan = pipedream.Plan((pipedream.planning.plan.Stage(0, 1, 2),))
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    make = _WholeTensorSGD if fills else torch.optim.SGD
+    optimizer = functools.partial(make, lr=0.1, momentum=0.9, weight_decay=0.1)
     how: dict[str, Any] = {"sync": sync, "seed": 1, "progress": False}
     result = pipedream.run(model, plan, data=data, loss_fn=nn.functional.mse_loss, optimizer=optimizer, **how)
     return result.losses, model.state_dict()
 
 
-@pytest.mark.parametrize("sync", ["bsp", "allreduce"])
+@pytest.mark.parametrize(("sync", "fills"), [("bsp", False), ("bsp", True), ("allreduce", False)])
 def test_a_parameter_without_a_gradient_at_any_replica_is_not_updated_and_a_missing_one_counts_as_zero(
-    farm: Farm, sync: str
+    farm: Farm, sync: str, fills: bool
 ) -> None:
     used = [True, False, False, False, False, True]
-    losses, state = farm.results(_train_half_frozen, used, sync, num_ranks=2)[0]
-    torch.manual_seed(0)
-    model = nn.Sequential(_HalfFrozen(), nn.Linear(3, 3)).double()
+    losses, state = farm.results(_train_half_frozen, used, sync, fills, num_ranks=2)[0]
+    model, data = _half_frozen(used, fills)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     expected = []
     for first in range(0, len(used), 2):
         optimizer.zero_grad()
-        for use in used[first : first + 2]:
-            inputs = torch.full((2, 3), 1.0 if use else -1.0).double()
-            loss = nn.functional.mse_loss(model(inputs), torch.ones(2, 3).double())
+        for inputs, targets in data[first : first + 2]:
+            loss = nn.functional.mse_loss(model(inputs), targets)
             expected.append(loss.item())
             (loss / 2).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

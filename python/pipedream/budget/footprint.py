@@ -97,9 +97,6 @@ class MemoryMeter(Protocol):
     @property
     def peak_bytes(self) -> int: ...
     def reset_peak(self) -> None: ...
-    def note(self, tensor: Tensor) -> None:
-        """Counts a tensor that was made outside the meter, from now on."""
-
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: Any) -> None: ...
 
@@ -128,9 +125,6 @@ class _CudaMeter:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def note(self, tensor: Tensor) -> None:
-        """Does nothing, because the allocator has counted the tensor."""
-
     def __enter__(self) -> _CudaMeter:
         return self
 
@@ -152,9 +146,6 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
-
-    def note(self, tensor: Tensor) -> None:
-        self._note(tensor, counts=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -223,19 +214,11 @@ class WorkMeter:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        # The peak of gradients counts, because copies of gradients may be sent and freed during the backward.
+        # The peak counts, because gradients of earlier rounds may be sent and freed during the backward.
         with self._measured(lambda: self.gradient_peak_bytes):
             yield
             self._note_gradients()
             self._note_kept()  # also gradients on their way upstream
-
-    def note_gradients(self, copied: Tensor | None = None) -> None:
-        """Notes the present bytes of gradients. Call it before some of them are freed, in a backward or
-        between two work items. copied: copies of gradients that were made outside of the meter;
-        gradient_bytes counts them."""
-        if copied is not None:
-            self._meter.note(copied)
-        self._note_gradients()
 
     @property
     def transient_peak_bytes(self) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "OFFLOADED_ACTIVATIONS",
     "OFFLOADED_VERSIONS",
     "OPTIMIZER_STATE",
+    "PUSHES",
     "SHARD",
     "SHARD_ANSWERS",
     "SHARD_STEP",
@@ -59,6 +60,7 @@ TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
 MASTERS = "float32 masters"  # the masters of bfloat16 parameters
 AVERAGES = "averages of weights"  # of callbacks.EMA
+PUSHES = "pushed chunks"
 # A term for asynchronous shards: the newest version of a replica's own shard, and a copy of it for each other
 # replica.
 SHARD = "own shard"
@@ -103,9 +105,10 @@ class PushedGradients:
     shards.
     """
 
-    copy_bytes: int = 0
-    """Bytes of copies of gradients in one round. Gradients that share a chunk, or are sparse, are copied and
-    sent from the copies."""
+    slot_bytes: int = 0
+    """Bytes of a push slot: the copies that one round makes of gradients that share a chunk, and flags."""
+    dense_bytes: int = 0
+    """Bytes of the dense copies that one round makes of sparse gradients."""
     mean_bytes: int = 0
     """Bytes of the mean gradients that exist at once in an update, in separate memory."""
     num_rounds: int = 1
@@ -167,6 +170,7 @@ class MemoryPlan:
                 _core.num_tied_versions_kept(self.schedule, owner) * num_bytes
                 for owner, num_bytes in self.tied_bytes[stage].items()
             ]
+            pushes = self.pushes_of(stage)
             for name, num_bytes in (
                 (WEIGHT_VERSIONS, resident * self.weight_bytes[stage]),
                 (OFFLOADED_VERSIONS, self.offloads_versions(stage) * versions * self.weight_bytes[stage]),
@@ -174,6 +178,7 @@ class MemoryPlan:
                 (TIED_VERSIONS, sum(tied)),
                 (SHARD, self.shard_bytes.get(stage, 0)),
                 (SHARD_ANSWERS, self.shard_bytes.get(stage, 0) * (self.plan.stages[stage].num_replicas - 1)),
+                (PUSHES, pushes.num_rounds * _core.slot_stride_bytes(pushes.slot_bytes)),
                 (SHARD_STEP, self.served_step_bytes.get(stage, 0)),
                 (OPTIMIZER_STATE, self.placed_state_bytes[stage]),
                 (MASTERS, self.masters_bytes.get(stage, 0)),
@@ -196,6 +201,9 @@ class MemoryPlan:
 
     def counted_terms(self) -> Terms:
         return {name: num_bytes for name, num_bytes in self.terms().items() if not self._lies_apart(name)}
+
+    def pushes_of(self, stage: int) -> PushedGradients:
+        return self.pushes.get(stage, PushedGradients())
 
     def offloads_versions(self, stage: int) -> bool:
         """Whether the stage's weight versions are offloaded: this was asked for and saves memory."""
@@ -247,11 +255,11 @@ class MemoryPlan:
             # Gradients of tied parameters on their way to the owner, as many as the channel may hold.
             stash += sum(self.tied_bytes[stage].values()) * (self.schedule.in_flight[0] + 1)
             factors = self.factors.get(stage, PushedFactors())
-            pushes = self.pushes.get(stage, PushedGradients())
+            pushes = self.pushes_of(stage)
             step_bytes = self.step_bytes.get(stage, 0) + factors.step_bytes + pushes.mean_bytes
             transient = max(transient, footprint.transient_bytes + extra, step_bytes)
             fewer_bytes = factors.weight_bytes - factors.factor_bytes
-            of_round = footprint.gradient_bytes - fewer_bytes + pushes.copy_bytes
+            of_round = footprint.gradient_bytes - fewer_bytes + pushes.dense_bytes
             num_rounds = pushes.num_rounds
             if factors.weight_bytes > 0 or (stage not in self.pushes and self._is_replicated(stage)):
                 num_rounds += 1  # items of factors, or buckets that are reduced, may still wait

@@ -68,14 +68,10 @@ class MeasuredMemory:
         if predicted.get(STASH) is not None:
             for runner in runners.values():
                 runner.meter, runner.step_meter = self._work, self._step
-            for server in servers.values():
-                server.before_sending = self._work.note_gradients
 
     def stop(self) -> None:
         for runner in self._runners.values():
             runner.meter = runner.step_meter = None
-        for server in self._servers.values():
-            server.before_sending = None
 
     def rows(
         self,

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,12 +70,14 @@ class AsynchronousServer(ShardClient):
         names: the parameters' names.
         where: describes the worker in errors."""
         super().__init__(*arguments, layout=layout, **options)
-        own_chunks = self._chunks[self._replica]
+        own_chunks = self._own_chunks
         self._where = where
         self._names = names
         self._parts = parts_of(own_chunks, layout.pieces_of(self._replica), at_once=layout.whole_tensors)
         self._master = _chunks_in(master, own_chunks)
         self._answers = {other: _chunks_in(memory, own_chunks) for other, memory in answers.items()}
+        self._own: deque[list[Tensor | None]] = deque()
+        """The replica's gradients of the rounds that it has pushed and not used itself, by parameter."""
         self._own_round: tuple[int, list[Tensor | None]] | None = None
         """The round and the gradients of the next update that this replica makes with its own gradients."""
         first = self._newest = self._rounds.first_version
@@ -110,7 +113,7 @@ class AsynchronousServer(ShardClient):
         """The master's pieces, in the optimizer's order."""
         places = {
             id(piece): (place, piece)
-            for place, chunk in zip(self._master, self._chunks[self._replica], strict=True)
+            for place, chunk in zip(self._master, self._own_chunks, strict=True)
             for piece in chunk.pieces
         }
         return [
@@ -131,7 +134,11 @@ class AsynchronousServer(ShardClient):
     def take(self, minibatch: int, own_slot: int) -> None:
         """Prepares the update of this shard with the replica's own gradient of the minibatch's round."""
         round_index = self._rounds.round_of(minibatch)
-        self._own_round = round_index, self._own.pop(round_index)
+        self._own_round = round_index, self._own.popleft()
+
+    def _take_gradients(self, own_slot: int) -> list[Tensor | None]:
+        self._own.append(super()._take_gradients(own_slot))
+        return self._own[-1]
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
         assert self._own_round is not None
@@ -160,7 +167,7 @@ class AsynchronousServer(ShardClient):
         their shards."""
         self._thread.join()
         self._raise_failure()
-        for content, chunk in zip(self._master, self._chunks[self._replica], strict=True):
+        for content, chunk in zip(self._master, self._own_chunks, strict=True):
             self._core.send_items(
                 [(channel, item_of([content])) for channel in self._channels.pull_to.values()]
             )

@@ -24,11 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipedream import _core
 from pipedream.common.errors import PipelineError
 from pipedream.model.factored import FactoredLayers, Factors
 from pipedream.planning import factor_rule
-from pipedream.update import pushes
 
 __all__ = [
     "FactorExchange",
@@ -149,7 +147,6 @@ class FactorExchange:
 
     def __init__(
         self,
-        core: pushes.ItemLinks,
         weights: Sequence[FactorLayer],
         layers: Mapping[str, Sequence[nn.Linear]],
         *,
@@ -161,7 +158,6 @@ class FactorExchange:
         """weights: in the order of the stage's parameters.
         layers: the layers that have a weight, by its name. They leave factors inside running().
         channels_to, channels_from: by the other replica."""
-        self._core = core
         self._weights = weights
         self._index_of = {weight.parameter: index for index, weight in enumerate(weights)}
         self.channels_to = channels_to
@@ -191,14 +187,10 @@ class FactorExchange:
         """Whether this replica counts the weight in the norm of all gradients. Exactly one replica does."""
         return self._index_of[parameter] % self._num_replicas == self._replica
 
-    def push(self, num_summed: int) -> list[Tensor]:
-        """Sends this replica's factors of a round to all others, and returns the tensors that it sends.
-        num_summed: how many microbatches the factors come from."""
+    def begin_push(self) -> list[Tensor]:
+        """Returns the tensors that push this replica's factors of a round."""
         self._pushed = self._left.take()
-        item = item_of(self._weights, self._pushed, self._device)
-        items = [(channel, pushes.item_of(item)) for channel in self.channels_to.values()]
-        self._core.send_items(items, _core.ItemFields(num_minibatches=num_summed))
-        return item
+        return item_of(self._weights, self._pushed, self._device)
 
     @property
     def has_pushed(self) -> bool:

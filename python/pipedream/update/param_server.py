@@ -45,7 +45,7 @@ class ParameterServer(ShardClient):
     def __init__(self, *arguments: Any, layout: ShardLayout, **options: Any) -> None:
         super().__init__(*arguments, layout=layout, **options)
         own_pieces = layout.pieces_of(self._replica)
-        self._parts = parts_of(self._chunks[self._replica], own_pieces, at_once=layout.whole_tensors)
+        self._parts = parts_of(self._own_chunks, own_pieces, at_once=layout.whole_tensors)
         self._shared = layout.shared
         self._round = self._rounds.first_version - 1
         """The round of the latest update, which may still be in progress."""
@@ -67,9 +67,7 @@ class ParameterServer(ShardClient):
     def take(self, minibatch: int, own_slot: int) -> None:
         """Begins the update of the minibatch's round. Its gradients need not all be there yet."""
         self._round = self._rounds.round_of(minibatch)
-        own = self._own.pop(self._round, None)
-        num_own = 0 if own is None else self._num_own(self._round)
-        self._num_minibatches, factors = self._exchange.begin_update(self._round, own, num_own)
+        self._num_minibatches, factors = self._exchange.begin_update(self._round)
         for other, tensors in factors.items():
             assert self._factors is not None
             self._factors.take_in(other, self._round, tensors)

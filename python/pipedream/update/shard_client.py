@@ -1,20 +1,18 @@
 """One replica as a client of its stage's shards. It pushes its gradients to the owners of the shards, and
 pulls the versions that they make.
 
-Gradients are sent chunk by chunk. On the host they are sent during the backward that completes them
-(pushes.py). The core's ShardExchange receives the pushes of other replicas. It writes pulled versions into
-their slots, when the schedule's program says so (transfers.h). param_server.py shows how an owner updates its
-shard. Owned by the worker's compute thread.
+The core sends and receives (csrc/param_server/shard_exchange.h). On the host gradients are pushed during
+the backward that completes them (pushes.py). param_server.py shows how an owner updates its shard. Owned by
+the worker's compute thread.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +20,10 @@ from torch import Tensor
 from pipedream import _core
 from pipedream.common.regions import Region
 from pipedream.model.boundary import TENSORS
-from pipedream.model.layers import dtype_name
 from pipedream.update.factors import FactorExchange
 from pipedream.update.gradients import StageGradients, in_order
-from pipedream.update.pushes import ItemLinks, RoundPushes
-from pipedream.update.shards import Piece, ShardLayout, in_leaving_order
+from pipedream.update.pushes import EarlyPushes, ItemLinks
+from pipedream.update.shards import Piece, ShardLayout
 from pipedream.update.stage_optimizer import StageOptimizer
 from pipedream.update.tied import TiedParameters
 from pipedream.update.weights import StageWeights
@@ -78,14 +75,15 @@ class ShardClient(StageGradients):
         replica: int,
         channels: ReplicaChannels,
         push_codec: str = "none",
+        push_slots: Sequence[Tensor] = (),
         factors: FactorExchange | None = None,
-        num_rounds_kept: int = 1,
         slot_of: Mapping[int, int] | None = None,
     ) -> None:
         """optimizer: keeps the pieces of this replica's shard.
         push_codec: the codec of the push channels.
+        push_slots: zeroed memory for pushes, of each round whose gradients may be there at once
+        (ShardLayout.push_slot_bytes).
         factors: exchanges the gradients of the weights that the layout calls shared.
-        num_rounds_kept: the most rounds whose gradients may be in memory at once.
         slot_of: the slot of each version at the start; None: only the newest version is there."""
         super().__init__(weights, optimizer, tied)
         self.layout = layout
@@ -95,37 +93,24 @@ class ShardClient(StageGradients):
         self._channels = channels
         self._factors = factors
         self._others = sorted(channels.push_to)
-        self._chunks = {
-            shard: in_leaving_order(layout.chunks_of(shard)) for shard in range(layout.num_shards)
-        }
-        self._dtypes = {shard: layout.dtype_of(shard) for shard in range(layout.num_shards)}
+        self._own_chunks = layout.leaving_chunks_of(replica)
         self._steps_by_element = not layout.whole_tensors  # such optimizers keep no gradients
         self._poisons = _core.poisons_released_slots()
         self._slot_of = dict(slot_of or {rounds.first_version: 0})
-        self._exchange = self._make_exchange(layout)
+        self._push_slots = push_slots
+        self._exchange = self._make_exchange(layout, push_codec)
         tied.take_shards_by(self._exchange.whole_version)
         self._loss_scale = 1.0  # the factor of the round's gradients (StageRunner.loss_scale)
-        self._own: dict[int, list[Tensor | None]] = {}
-        """This replica's flat gradients, by round and parameter. They are stored from the round's push to its
-        update."""
         self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # storages of pushed gradients
         self._late: _Leaving = {}
         """Storages of pushed gradients that were not sent yet when the round's last backward began."""
-        self._num_rounds_waiting = num_rounds_kept - 1
         self._has_pushed = False  # whether it pushed since the last wait for older pushes
-        self.before_sending: Callable[[Tensor | None], None] | None = None
-        """The function of RoundPushes of the same name."""
-        self._pushes = RoundPushes(
-            core,
-            channels.push_to,
-            self._chunks,
-            self._dtypes,
+        self._pushes = EarlyPushes(
+            self._exchange,
             len(self._leaves(0, 0)),
-            feeds_back=push_codec.startswith("topk"),
-            factored=() if factors is None else factors.parameters,
-            # The references are weak: the leaves' hooks hold the pushes, and this object holds the leaves.
-            push_factors=functools.partial(type(self)._push_factors, weakref.proxy(self)),
-            before_sending=functools.partial(type(self)._before_chunk, weakref.proxy(self)),
+            () if factors is None else factors.parameters,
+            # The reference is weak: the leaves' hooks hold the pushes, and this object holds the leaves.
+            functools.partial(type(self)._push_factors, weakref.proxy(self)),
         )
         # On a device backwards run on other threads, and only the core's owner thread may call it.
         self._pushes_early = weights.own.slots[0].device.type == "cpu"
@@ -135,17 +120,17 @@ class ShardClient(StageGradients):
                     hook = functools.partial(self._pushes.accumulated, parameter)
                     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _make_exchange(self, layout: ShardLayout) -> _core.ShardExchange:
+    def _make_exchange(self, layout: ShardLayout, push_codec: str) -> _core.ShardExchange:
         channels, tied = self._channels, self._tied.owned
         others = {*channels.push_to, *channels.push_from, *channels.pull_to, *channels.pull_from}
         return self._core.make_exchange(
             tensors=TENSORS,
             rounds=self._rounds,
             replica=self._replica,
-            chunks=self._rows_of(self._replica),
+            shard=layout.row_of(self._replica),
             peers={
                 other: (
-                    self._rows_of(other),
+                    layout.row_of(other),
                     channels.of(other, self._factors),
                     other in channels.posted_from,
                 )
@@ -153,24 +138,13 @@ class ShardClient(StageGradients):
             },
             own_slots=[slot.data_ptr() for slot in self._weights.own.slots],
             tied_slots=[] if tied is None else [slot.data_ptr() for slot in tied.slots],
+            push_slots=[slot.data_ptr() for slot in self._push_slots],
+            push_codec=push_codec,
             slot_of=self._slot_of,
             keeps_gradients=layout.whole_tensors,
             holds_versions=layout.num_shards > self._rounds.num_replicas,
             posts_early=not self._poisons,
         )
-
-    def _rows_of(self, shard: int) -> list[Any]:
-        """The shard's chunks, as the core has them."""
-        leaves = self._leaves(0, 0)
-
-        def row(piece: Piece) -> tuple[int, int, int, int, str]:
-            dtype = dtype_name(leaves[piece.parameter].dtype)
-            return piece.parameter, piece.first, piece.count, piece.begin_bytes, dtype
-
-        return [
-            (chunk.begin_bytes, chunk.num_bytes, chunk.is_tied, [row(piece) for piece in chunk.pieces])
-            for chunk in self._chunks[shard]
-        ]
 
     @property
     def around_backward(self) -> Region | None:
@@ -188,11 +162,11 @@ class ShardClient(StageGradients):
     # Pushing.
 
     def begin_backward(self) -> None:
-        """Waits until at most _num_rounds_waiting rounds are left to send. It rarely waits: while the
-        previous update received the other replicas' gradients, this replica sent about as many bytes."""
+        """Waits until a push slot is free. It rarely waits: while the previous update received the other
+        replicas' gradients, this replica sent about as many bytes."""
         if self._has_pushed:
             self._has_pushed = False
-            self._exchange.wait_for_pushes(self._num_rounds_waiting)
+            self._exchange.wait_for_pushes(len(self._push_slots) - 1)
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._loss_scale = loss_scale
@@ -207,30 +181,27 @@ class ShardClient(StageGradients):
         the round's last backward read."""
         round_index = self._rounds.round_of(minibatch)
         num_own = self._num_own(round_index)
-        own = self._own[round_index] = self._take_gradients(own_slot)
+        own = self._take_gradients(own_slot)
         self._note_pushed(own)
         if self._factors is not None:
             if not self._factors.has_pushed:
                 self._push_factors(num_own)
             self._factors.end_push(round_index)
-        self._pushes.send_rest(own, num_own)
+        self._exchange.push(round_index, own, num_own)
+        self._pushes.end()
         self._late = {}
         self._has_pushed = True
-        self._exchange.end_push(round_index)
 
     def _push_factors(self, num_summed: int) -> None:
         """Pushes the factors of a round, once all of the round's factors are complete."""
         assert self._factors is not None
-        self._note_pushed(self._factors.push(num_summed))
+        item = self._factors.begin_push()
+        self._note_pushed(item)
+        self._exchange.push_factors(item, num_summed)
 
     def _note_pushed(self, tensors: Sequence[Tensor | None]) -> None:
         self._pushed = [ref for ref in self._pushed if ref() is not None]
         self._pushed += [weakref.ref(part.untyped_storage()) for part in tensors if part is not None]
-
-    def _before_chunk(self, copied: Tensor | None) -> None:
-        self._note_pushed([copied])
-        if self.before_sending is not None:
-            self.before_sending(copied)
 
     def num_bytes(self, own_slot: int) -> int:
         """Bytes of gradients, including pushed gradients that are not sent yet. Gradients that were unsent

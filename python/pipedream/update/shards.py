@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import bisect
 import copy
-import functools
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ __all__ = [
     "Piece",
     "ShardLayout",
     "ShardPart",
-    "in_leaving_order",
     "keep_pieces",
     "parts_of",
     "piece_of",
@@ -93,16 +92,6 @@ class Chunk:
     @property
     def num_bytes(self) -> int:
         return self.end_bytes - self.begin_bytes
-
-    @functools.cached_property
-    def split_bytes(self) -> list[int]:
-        """Returns the bytes of gaps and pieces in the order of memory: the gap before each piece, the piece,
-        and at the end the last gap."""
-        sizes, end_bytes = [], 0
-        for piece in self.pieces:
-            sizes += [piece.begin_bytes - end_bytes, piece.num_bytes]
-            end_bytes = piece.begin_bytes + piece.num_bytes
-        return [*sizes, self.num_bytes - end_bytes]
 
     @property
     def position(self) -> tuple[bool, int]:
@@ -185,6 +174,30 @@ class ShardLayout:
     def chunks_of(self, shard: int) -> list[Chunk]:
         return [chunk for chunk in self.chunks if chunk.shard == shard]
 
+    def leaving_chunks_of(self, shard: int) -> list[Chunk]:
+        """Returns the chunks in the order in which a backward completes them: the last of the slot first.
+        Tied ones come at the end, because they wait for other stages."""
+        own, tied = ([c for c in self.chunks_of(shard) if c.is_tied == is_tied] for is_tied in (False, True))
+        return [*own[::-1], *tied]
+
+    def row_of(self, shard: int) -> tuple[list[Any], str]:
+        """Returns the shard as the core has it (shard_exchange_type.h)."""
+
+        def row(piece: Piece) -> tuple[int, int, int, int, str]:
+            dtype = dtype_name(self._parameters[piece.parameter].dtype)
+            return piece.parameter, piece.first, piece.count, piece.begin_bytes, dtype
+
+        chunks = [
+            (chunk.begin_bytes, chunk.num_bytes, chunk.is_tied, [row(piece) for piece in chunk.pieces])
+            for chunk in self.leaving_chunks_of(shard)
+        ]
+        return chunks, dtype_name(self.dtype_of(shard))
+
+    def push_slot_bytes(self, replica: int, codec: str) -> int:
+        """Returns the memory that the replica's pushes of a round take beside its gradients."""
+        others = [self.row_of(shard) for shard in range(self.num_shards) if shard != replica]
+        return _core.push_slot_bytes(others, codec)
+
     def dtype_of(self, shard: int) -> torch.dtype:
         """Returns the dtype of everything in the shard's chunks; uint8 if there are several."""
         pieces = (piece for chunk in self.chunks_of(shard) for piece in chunk.pieces)
@@ -228,14 +241,6 @@ class ShardLayout:
             made.chunks.append(Chunk(shard, begin, begin + chunk.num_bytes, own))
             begin += chunk.num_bytes
         return made
-
-
-def in_leaving_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Returns a shard's chunks in the order in which a backward completes them: from the slot's end to its
-    start. Chunks of tied parameters come last, because they wait for gradients of other stages. chunks: in
-    the order of the slots."""
-    own, tied = ([c for c in chunks if c.is_tied == is_tied] for is_tied in (False, True))
-    return [*own[::-1], *tied]
 
 
 @dataclass(frozen=True)

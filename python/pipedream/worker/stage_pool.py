@@ -26,6 +26,7 @@ from pipedream.budget.memory import (
     OFFLOADED_ACTIVATIONS,
     OFFLOADED_VERSIONS,
     OPTIMIZER_STATE,
+    PUSHES,
     SHARD,
     SHARD_ANSWERS,
     STASH,
@@ -61,7 +62,6 @@ from pipedream.update.asynchronous_server import AsynchronousServer
 from pipedream.update.factors import FactorExchange, FactorLayer
 from pipedream.update.gradients import StageGradients
 from pipedream.update.param_server import ParameterServer
-from pipedream.update.pushes import copied_bytes
 from pipedream.update.reduced import LocalSteps, ReducedGradients
 from pipedream.update.shard_client import ReplicaChannels, ShardClient
 from pipedream.update.stage_optimizer import StageOptimizer
@@ -259,7 +259,6 @@ class StagePool:
             self.run.plan.stages[stage].num_replicas,
         )
         own_chunks = layout.chunks_of(self._replica)
-        others = [chunk for chunk in layout.chunks if chunk.shard != self._replica]
         own_sizes = [sum(piece.num_bytes for piece in chunk.pieces) for chunk in own_chunks]
         mean_bytes = 0
         if layout.whole_tensors or self.run.options.measures_gradients:
@@ -267,7 +266,8 @@ class StagePool:
         elif _core.rounds_of(self.run.schedule(), stage).minibatches_per_round > num_replicas:
             mean_bytes = max(own_sizes, default=0)  # perhaps no other replica has a part of the last round
         return PushedGradients(
-            copied_bytes(others) + sparse_bytes(self.run.stages[stage]),
+            self._push_slot_bytes(stage),
+            sparse_bytes(self.run.stages[stage]),
             mean_bytes,
             self._num_rounds_kept(stage),
         )
@@ -327,6 +327,9 @@ class StagePool:
                 num_others = self.run.plan.stages[stage].num_replicas - 1
                 self._core.add_term(_term(SHARD, stage), memory.shard_bytes[stage], 1)
                 self._core.add_term(_term(SHARD_ANSWERS, stage), memory.shard_bytes[stage], num_others)
+            pushes = memory.pushes_of(stage)
+            if pushes.slot_bytes:
+                self._core.add_term(_term(PUSHES, stage), pushes.slot_bytes, pushes.num_rounds)
             num_states = self._optimizers[stage].num_placed_states
             if num_states:
                 slot_bytes = memory.placed_state_bytes[stage] // num_states
@@ -341,8 +344,7 @@ class StagePool:
         index, schedule = stage.stage_index, self.run.schedule()
 
         def slots(term: str, num_slots: int) -> list[Tensor]:
-            # The pool returns slots in any order, which is fine: each slot only has to belong to one version.
-            return [from_dlpack(self._core.hold_slot(_term(term, index))) for _ in range(num_slots)]
+            return self._hold_slots(term, index, num_slots)
 
         num_versions = _core.num_versions_kept(schedule, index)
         offload = self._offload[index]
@@ -404,6 +406,10 @@ class StagePool:
         loss_scaling = self._worker_optimizers.loss_scaling.get(index)
         return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients, loss_scaling, start)
 
+    def _hold_slots(self, term: str, stage: int, num_slots: int) -> list[Tensor]:
+        # The pool returns slots in any order, which is fine: each slot only has to belong to one version.
+        return [from_dlpack(self._core.hold_slot(_term(term, stage))) for _ in range(num_slots)]
+
     def _tied_parameters(self, stage: int) -> dict[int, list[nn.Parameter]]:
         """The stage's tied parameters, by owner."""
         by_owner = ties_by_owner(stage, self.run.ties)
@@ -459,12 +465,11 @@ class StagePool:
                 posted_from=self._posted_from(stage),
             ),
             push_codec=codec_of_pushes(self.run.options.links.codec),
-            num_rounds_kept=self._num_rounds_kept(stage),
+            push_slots=self._push_slots(stage),
             slot_of=slot_of,
             factors=None
             if not factors
             else FactorExchange(
-                self._core,
                 factors,
                 self._layers_of(stage, factors),
                 channels_to=names[FACTORS, True],
@@ -473,6 +478,17 @@ class StagePool:
                 device=self._device,
             ),
         )
+
+    def _push_slots(self, stage: int) -> list[Tensor]:
+        """Zeroed memory for the pushes of each round that may be here at once."""
+        num_rounds = self._num_rounds_kept(stage)
+        if self._push_slot_bytes(stage) == 0:  # the other owners own nothing
+            return [torch.empty(0)] * num_rounds
+        return [slot.zero_() for slot in self._hold_slots(PUSHES, stage, num_rounds)]
+
+    def _push_slot_bytes(self, stage: int) -> int:
+        codec = codec_of_pushes(self.run.options.links.codec)
+        return self._worker_optimizers.layouts[stage].push_slot_bytes(self._replica, codec)
 
     def _posted_from(self, stage: int) -> frozenset[int]:
         """The owners of shards whose versions are received directly into their slots."""

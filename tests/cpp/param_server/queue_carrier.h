@@ -19,7 +19,10 @@ using Bytes = std::vector<std::byte>;
 struct QueuedItem {
   ItemFields fields;
   std::vector<Bytes> tensors;
+  std::vector<const std::byte*> places{};  // from which they were sent
 };
+
+constexpr std::size_t kReceivedBytes = 64;  // memory of a received tensor, at least
 
 // The queues that all owners share.
 struct Queues {
@@ -32,9 +35,15 @@ class QueueCarrier final : public ItemCarrier {
  public:
   explicit QueueCarrier(Queues& queues) : queues_(queues) {}
 
-  Result<bool> send(const std::string& channel, const TensorView& tensor, Deadline /*deadline*/) override {
+  Result<bool> send(const std::string& channel, const std::vector<TensorView>& tensors,
+                    const ItemFields& fields, std::shared_ptr<void> /*owner*/,
+                    Deadline /*deadline*/) override {
     if (queues_.has_no_room.contains(channel)) return false;
-    queues_.items[channel].push_back({{}, {Bytes(tensor.data, tensor.data + tensor.size_bytes())}});
+    QueuedItem& item = queues_.items[channel].emplace_back(QueuedItem{fields, {}});
+    for (const TensorView& tensor : tensors) {
+      item.tensors.emplace_back(tensor.data, tensor.data + tensor.size_bytes());
+      item.places.push_back(tensor.data);
+    }
     return true;
   }
   Result<bool> tell(const std::string& channel, const ItemFields& fields, Deadline /*deadline*/) override {
@@ -58,6 +67,7 @@ class QueueCarrier final : public ItemCarrier {
       view.dtype = DType::kUInt8;
       view.num_dims = 1;
       view.shape[0] = static_cast<std::int64_t>(tensor.size());
+      tensor.reserve(kReceivedBytes);
       view.data = tensor.data();
       carried.tensors.push_back(view);
     }
@@ -74,6 +84,7 @@ class QueueCarrier final : public ItemCarrier {
   void copy(std::byte* to, const std::byte* from, std::size_t num_bytes) override {
     std::memcpy(to, from, num_bytes);
   }
+  void zero(std::byte* to, std::size_t num_bytes) override { std::memset(to, 0, num_bytes); }
   void read(std::span<std::byte> to, const std::byte* from) override {
     std::memcpy(to.data(), from, to.size());
   }

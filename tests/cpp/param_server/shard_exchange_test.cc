@@ -44,27 +44,15 @@ class Owner {
   void push(std::int64_t round, double value) { push(round, std::vector<double>(num_parameters(), value)); }
   // values: by parameter; 0 for no gradient.
   void push(std::int64_t round, const std::vector<double>& values) {
-    gradients_.clear();
-    for (const double value : values) gradients_.emplace_back(kNumElements, value);
-    for (std::int64_t other = 0; other < plan_.num_owners(); ++other) {
-      for (std::int64_t chunk = 0; other != index_ && chunk < plan_.num_chunks; ++chunk) {
-        const auto& gradient = gradients_[parameter_of(other, chunk)];
-        Bytes content(kChunkBytes);
-        std::memcpy(content.data(), gradient.data(), kNumElements * sizeof(double));
-        const Bytes flags = {std::byte{gradient[0] != 0}};
-        queues_.items[channel("push", index_, other)].push_back({{.num_minibatches = 1}, {flags, content}});
-      }
+    for (std::size_t parameter = 0; parameter < values.size(); ++parameter) {
+      auto gradient = std::make_shared<std::vector<double>>(kNumElements, values[parameter]);
+      exchange_.give(parameter, {view(*gradient), gradient});
     }
-    exchange_.end_push(round);
+    ASSERT_TRUE(done(exchange_.push_given(1, kAtOnce)));
+    exchange_.end_push(round, 1);
   }
   bool begin_update(std::int64_t round) {
-    std::optional<OwnGradients> own;
-    if (!gradients_.empty()) {
-      own.emplace();
-      own->num_summed = 1;
-      for (std::vector<double>& gradient : gradients_) own->by_parameter.push_back(view(gradient));
-    }
-    static_cast<void>(exchange_.begin_update(round, std::move(own)));
+    static_cast<void>(exchange_.begin_update(round));
     return true;
   }
   bool step(std::int64_t chunk) {
@@ -85,7 +73,6 @@ class Owner {
   bool end_version() {
     if (!done(exchange_.end_version(kAtOnce))) return false;
     slot_ = write_slot();
-    gradients_.clear();
     return true;
   }
   // Adds the owner's steps of a round. Each is called until it returns true.
@@ -169,12 +156,14 @@ class Owner {
     made.holds_versions = plan_.num_spares > 0;
     slots_.assign(kNumSlots, Bytes(num_parameters() * kChunkBytes));
     for (Bytes& slot : slots_) made.own_slots.push_back(slot.data());
+    push_slot_.assign(num_parameters() * (kChunkBytes + 1), std::byte{0});
+    made.push_slots = {push_slot_.data()};
     const bool is_replica = index_ < plan_.num_replicas;
     for (std::int64_t other = 0; other < plan_.num_owners(); ++other) {
       const bool other_is_replica = other < plan_.num_replicas;
       if (other == index_ || (!is_replica && !other_is_replica)) continue;
       ExchangePeer peer;
-      peer.chunks = chunks_of(other);
+      peer.shard.chunks = chunks_of(other);
       peer.is_posted = plan_.posts;
       if (is_replica) peer.push_to = channel("push", index_, other);
       if (other_is_replica) peer.push_from = channel("push", other, index_);
@@ -189,8 +178,8 @@ class Owner {
   const Plan plan_;
   const std::int64_t index_;
   std::vector<Bytes> slots_;
-  std::int64_t slot_ = 0;                       // of the newest version
-  std::vector<std::vector<double>> gradients_;  // of the round, by parameter
+  Bytes push_slot_;
+  std::int64_t slot_ = 0;  // of the newest version
   QueueCarrier carrier_;
   ShardExchange exchange_;
 };
@@ -418,6 +407,48 @@ TEST(ShardExchange, HowManyMinibatchesThereAreIsToldOnceAfterAllPushes) {
   }
 }
 
+TEST(ShardExchange, GradientsOfALaterRoundWaitForItsUpdate) {
+  Queues queues;
+  const auto owners = make_owners(queues, {.num_chunks = 1});
+  for (const std::int64_t round : {0, 1}) {
+    for (const auto& owner : owners) owner->push(round, static_cast<double>(4 + round));
+  }
+  for (const std::int64_t round : {0, 1}) {
+    ASSERT_TRUE(owners[0]->begin_push_from(1, round));
+    owners[0]->begin_update(round);
+    ASSERT_TRUE(
+        Owner::done(owners[0]->exchange().begin_version(SlotIndex(owners[0]->write_slot()), kAtOnce)));
+    ASSERT_TRUE(owners[0]->step(0));
+    const std::int64_t written = owners[0]->write_slot();
+    EXPECT_EQ(*owners[0]->weights(written, 0, 0), round == 0 ? -4 : -9);
+    ASSERT_TRUE(owners[0]->end_version());
+  }
+}
+
+TEST(ShardExchange, FactorsGoToAllOthersOnce) {
+  Queues queues;
+  ExchangeSpec spec;
+  spec.rounds.num_replicas = spec.rounds.minibatches_per_round = 3;
+  for (const std::int64_t other : {1, 2}) {
+    spec.peers[ReplicaIndex(other)].factors_to = channel("factors", 0, other);
+  }
+  QueueCarrier carrier(queues);
+  ShardExchange exchange(std::move(spec), carrier);
+  Bytes factor(8, std::byte{5});
+  const std::vector<TensorView> factors = {flat_view(DType::kUInt8, factor.data(), factor.size())};
+  queues.has_no_room = {"factors 0 2"};
+  EXPECT_FALSE(Owner::done(exchange.push_factors(factors, nullptr, 2, kAtOnce)));
+  queues.has_no_room.clear();
+  for (const std::size_t round : {1, 2}) {
+    EXPECT_TRUE(Owner::done(exchange.push_factors(factors, nullptr, 2, kAtOnce)));
+    for (const char* const name : {"factors 0 1", "factors 0 2"}) {
+      ASSERT_EQ(queues.items[name].size(), round);
+      EXPECT_EQ(queues.items[name].back().tensors.at(0), factor);
+      EXPECT_EQ(queues.items[name].back().fields.num_minibatches, 2);
+    }
+  }
+}
+
 TEST(ShardExchange, AChunkOfAnotherSizeIsRefused) {
   Queues queues;
   const auto owners = make_owners(queues, {});
@@ -427,6 +458,13 @@ TEST(ShardExchange, AChunkOfAnotherSizeIsRefused) {
   const auto pushed = owners[0]->exchange().mean_of(0, 1, kAtOnce);
   ASSERT_FALSE(pushed.ok());
   EXPECT_EQ(pushed.failure().message, "push 1 0: uint8[1] and uint8[8] for 1 pieces of 64 bytes");
+  for (const auto flag : {0, 1}) {  // a chunk may be empty if it has no gradient
+    Owner owner(queues, {}, 0);
+    queues.items["push 1 0"].push_back({{.num_minibatches = 1}, {Bytes{std::byte(flag)}, Bytes()}});
+    ASSERT_TRUE(owner.begin_push_from(1, 0));
+    owner.begin_update(0);
+    EXPECT_EQ(owner.exchange().mean_of(0, 1, kAtOnce).ok(), flag == 0);
+  }
   queues.items["pull 1 0"].push_back({{}, {Bytes(8)}});
   const auto pulled = owners[0]->exchange().pull_from(ReplicaIndex(1), kAtOnce);
   ASSERT_FALSE(pulled.ok());

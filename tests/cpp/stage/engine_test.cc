@@ -253,8 +253,9 @@ class ExchangingEngine : public Engine {
     spec.rounds = rounds_of(options, StageIndex(0));
     spec.chunks = {{0, kChunkBytes, false, {{0, 0, 1, 0, DType::kFloat32}}}};
     for (Bytes& slot : memory_) spec.own_slots.push_back(slot.data());
+    spec.push_slots = {push_slot_.data()};
     ExchangePeer& other = spec.peers[ReplicaIndex(1)];
-    other.chunks = {{kChunkBytes, kChunkBytes, false, {{1, 0, 1, 0, DType::kFloat32}}}};
+    other.shard.chunks = {{kChunkBytes, kChunkBytes, false, {{1, 0, 1, 0, DType::kFloat32}}}};
     other.push_to = "push to";
     other.push_from = "push from";
     other.pull_to = "pull to";
@@ -273,6 +274,7 @@ class ExchangingEngine : public Engine {
   Queues queues_;
   QueueCarrier carrier_{queues_};
   std::vector<Bytes> memory_;
+  Bytes push_slot_ = Bytes(kChunkBytes + 1);
   std::unique_ptr<ShardExchange> exchange_;
 };
 
@@ -289,7 +291,9 @@ TEST_F(ExchangingEngine, OneSendARoundIsHandedOutAndTheOthersVersionLandsInTheSl
     for (WorkItem work = next_of(2 * kNumRounds); work.opcode.has_value(); work = next_of(2 * kNumRounds)) {
       if (work.opcode == Opcode::kSend) {
         EXPECT_EQ(work.edge.kind, EdgeKind::kPush);
-        exchange_->end_push(num_pushes++);
+        for (const std::size_t parameter : {0, 1}) exchange_->give(parameter, {});
+        ASSERT_TRUE(exchange_->push_given(1, {}).value());
+        exchange_->end_push(num_pushes++, 1);
       }
       EXPECT_NE(work.opcode, Opcode::kRecv);
       if (work.opcode == Opcode::kUpdate) {
@@ -297,7 +301,7 @@ TEST_F(ExchangingEngine, OneSendARoundIsHandedOutAndTheOthersVersionLandsInTheSl
         ASSERT_FALSE(posted.empty());
         EXPECT_EQ(posted.back().data(),
                   memory_.at(static_cast<std::size_t>(work.write_slot.value())).data() + kChunkBytes);
-        static_cast<void>(exchange_->begin_update(num_updates++, std::nullopt));
+        static_cast<void>(exchange_->begin_update(num_updates++));
         ASSERT_TRUE(exchange_->begin_version(work.write_slot, {}).value());
         ASSERT_TRUE(exchange_->end_version({}).value());
       }

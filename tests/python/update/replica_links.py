@@ -26,8 +26,6 @@ class ReplicaLinks:
         self.queues: dict[str, deque[Any]] = {}
         self.known_end: int | None = None
         self.sent: list[str] = []
-        self.num_calls = 0
-        """Calls of send_items()."""
 
     def make_exchange(self, **spec: Any) -> Any:
         return QueuedExchange(self, **spec)
@@ -35,11 +33,13 @@ class ReplicaLinks:
     def send_items(
         self, items: Sequence[tuple[str, list[Any]]], fields: _core.ItemFields | None = None
     ) -> None:
-        self.num_calls += 1
         for channel, capsules in items:
             tensors = [from_dlpack(capsule).clone() for capsule in capsules]  # type: ignore[no-untyped-call]
-            self.put(channel, tensors, fields or _core.ItemFields())
-            self.sent.append(channel)
+            self.send(channel, tensors, fields or _core.ItemFields())
+
+    def send(self, channel: str, tensors: list[Tensor], fields: _core.ItemFields) -> None:
+        self.put(channel, tensors, fields)
+        self.sent.append(channel)
 
     def put(self, channel: str, tensors: list[Tensor], fields: _core.ItemFields) -> None:
         self.queues.setdefault(channel, deque()).append((tensors, fields))
@@ -75,11 +75,15 @@ class QueuedExchange:
 
     def __init__(self, links: ReplicaLinks, *, rounds: _core.Rounds, replica: int, **spec: Any) -> None:
         self.links, self.rounds, self.replica = links, rounds, replica
-        self.chunks, self.peers, self.slots = spec["chunks"], spec["peers"], spec["own_slots"]
+        (self.chunks, _), self.peers, self.slots = spec["shard"], spec["peers"], spec["own_slots"]
+        self.num_push_calls = 0
         self.waits: list[int] = []
         """The argument of each wait_for_pushes()."""
         self.pushed: dict[int, tuple[int, list[Tensor] | None]] = {}
         """replica -> (microbatches, factors if any) that it has pushed for the next round."""
+        self._given: dict[int, Tensor | None] = {}
+        self._num_sent = dict.fromkeys(self.peers, 0)
+        self._own_of_rounds: dict[int, tuple[list[Tensor | None], int]] = {}
         self._own: list[Tensor | None] | None = None
         self._newest = rounds.first_version
         self._newest_pulled = dict.fromkeys(self.peers, rounds.first_version)
@@ -106,8 +110,44 @@ class QueuedExchange:
             _, fields = self.links.queues[self._channel(other, "push_from")][0]
             self.pushed[other] = fields.num_minibatches, None
 
-    def begin_update(self, round_index: int, own: list[Tensor | None] | None, num_summed: int) -> Any:
-        self._own = own
+    def push_ready(self, parameter: int, gradient: Tensor, num_summed: int) -> None:
+        self.num_push_calls += 1
+        self._given[parameter] = gradient
+        self._send_complete(num_summed)
+
+    def push_factors(self, factors: list[Tensor], num_summed: int) -> None:
+        self.num_push_calls += 1
+        for other in self.peers:
+            channel, fields = self._channel(other, "factors_to"), _core.ItemFields(num_minibatches=num_summed)
+            self.links.send(channel, [factor.clone() for factor in factors], fields)
+
+    def push(self, round_index: int, gradients: list[Tensor | None], num_summed: int) -> None:
+        self.num_push_calls += 1
+        self._given = dict(enumerate(gradients)) | self._given
+        self._send_complete(num_summed)
+        self._own_of_rounds[round_index] = gradients, num_summed
+        self._given = {}
+        self._num_sent = dict.fromkeys(self.peers, 0)
+
+    def _send_complete(self, num_summed: int) -> None:
+        for other, ((chunks, dtype), *_) in self.peers.items():
+            for _, num_bytes, _, pieces in chunks[self._num_sent[other] :]:
+                if any(parameter not in self._given for parameter, *_ in pieces):
+                    break
+                found = [self._given[parameter] for parameter, *_ in pieces]
+                content = torch.zeros(num_bytes, dtype=torch.uint8)
+                for (_, first, count, begin_bytes, _), gradient in zip(pieces, found, strict=True):
+                    if gradient is not None:
+                        part = gradient[first : first + count].view(torch.uint8)
+                        content[begin_bytes:][: part.numel()] = part
+                flags = torch.tensor([gradient is not None for gradient in found], dtype=torch.uint8)
+                fields = _core.ItemFields(num_minibatches=num_summed)
+                tensors = [flags, content.view(getattr(torch, dtype))]
+                self.links.send(self._channel(other, "push_to"), tensors, fields)
+                self._num_sent[other] += 1
+
+    def begin_update(self, round_index: int) -> Any:
+        self._own, num_summed = self._own_of_rounds.pop(round_index, (None, 0))
         total = num_summed + sum(count for count, _ in self.pushed.values())
         factors = {other: tensors for other, (_, tensors) in self.pushed.items() if tensors is not None}
         return total // self.rounds.num_microbatches, factors
@@ -141,8 +181,7 @@ class QueuedExchange:
         ctypes.memmove(content.data_ptr(), self.slots[self._write_slot] + begin_bytes, num_bytes)
         for other in self.peers:
             if channel := self._channel(other, "pull_to"):
-                self.links.put(channel, [content], _core.ItemFields())
-                self.links.sent.append(channel)
+                self.links.send(channel, [content], _core.ItemFields())
 
     def end_version(self) -> None:
         self.pushed, self._own = {}, None
@@ -153,14 +192,12 @@ class QueuedExchange:
         self._slot_of = {version: held for version, held in self._slot_of.items() if held != slot}
         self._slot_of[self._newest] = slot
 
-    def end_push(self, round_index: int) -> None: ...
-
     def wait_for_pushes(self, num_rounds_left: int) -> None:
         self.waits.append(num_rounds_left)
 
     def pull_from(self, other: int) -> None:
         version = self._newest_pulled[other] = self._newest_pulled[other] + 1
-        for begin_bytes, num_bytes, _, _ in self.peers[other][0]:
+        for begin_bytes, num_bytes, _, _ in self.peers[other][0][0]:
             (content,), fields = self.links.queues[self._channel(other, "pull_from")].popleft()
             if version in self._slot_of:
                 ctypes.memmove(

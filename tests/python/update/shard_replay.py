@@ -96,6 +96,7 @@ class ReplayedReplica:
             rounds=_core.rounds_of(options, 0),
             replica=replica,
             channels=channels_of(replica, self.num_replicas),
+            push_slots=[torch.empty(0)],
         )
         self.exchange = cast(QueuedExchange, self.server._exchange)
         self._pushed = -1

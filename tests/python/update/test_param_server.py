@@ -64,7 +64,7 @@ class _Replica:
             ),
             replica=replica,
             channels=channels_of(replica, num_replicas),
-            num_rounds_kept=num_rounds_kept,
+            push_slots=[torch.empty(0)] * num_rounds_kept,
         )
         self.slot = 0
 
@@ -122,17 +122,16 @@ def test_a_version_is_that_before_less_the_mean_gradient_of_all() -> None:
 
 
 @pytest.mark.parametrize("num_replicas", [2, 4])
-def test_a_gradient_that_completes_chunks_of_several_owners_leaves_by_one_call(num_replicas: int) -> None:
+def test_pushes_cross_into_the_core_by_parameters_and_not_by_chunks_or_replicas(num_replicas: int) -> None:
     links = ReplicaLinks()
     replicas = [_Replica(links, index, num_replicas, width=800_000) for index in range(num_replicas)]
     _run_round(replicas, 0)
-    links.num_calls = 0
     links.sent.clear()
+    replicas[0].exchange.num_push_calls = 0
     replicas[0].backward(num_replicas, 1.0)
     replicas[0].server.push(num_replicas, replicas[0].slot)
     assert len(links.sent) >= 3
-    # The large weight and, with the chunks that it shares, what comes before it; then the rest.
-    assert links.num_calls <= 3
+    assert replicas[0].exchange.num_push_calls == len(replicas[0].weights.own.names) + 1
 
 
 def test_from_the_second_round_on_chunks_leave_during_the_backward() -> None:
@@ -208,8 +207,8 @@ class _FactoredReplica:
             rounds=_core.Rounds(num_replicas=num_replicas, minibatches_per_round=num_replicas),
             replica=replica,
             channels=channels,
+            push_slots=[torch.empty(0)],
             factors=FactorExchange(
-                links,
                 weights,
                 {"0.weight": layers["0.weight"]},
                 channels_to=to,

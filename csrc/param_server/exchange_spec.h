@@ -1,0 +1,87 @@
+// The plan of an exchange between the owners of a stage's shards: which chunks each of them owns, which
+// channels join them, and where versions and pushed chunks lie. Plain values; any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/ids.h"
+#include "channel/tensor.h"
+#include "codec/codec.h"
+#include "schedule/rounds.h"
+
+namespace pipedream {
+
+struct ExchangePiece {
+  std::size_t parameter_index = 0;
+  std::int64_t first_element = 0;
+  std::int64_t num_elements = 0;
+  std::size_t begin_bytes = 0;  // offset in its chunk
+  DType dtype = DType::kFloat32;
+
+  [[nodiscard]] std::size_t num_bytes() const {
+    return static_cast<std::size_t>(num_elements) * dtype_bytes(dtype);
+  }
+};
+
+struct ExchangeChunk {
+  std::size_t begin_bytes = 0;  // in the slot
+  std::size_t num_bytes = 0;
+  bool is_tied = false;  // other stages use its parameters, too; it lies in tied_slots
+  std::vector<ExchangePiece> pieces;
+};
+
+// A shard, whose chunks are in the order in which they travel.
+struct ExchangeShard {
+  std::vector<ExchangeChunk> chunks;
+  DType push_dtype = DType::kUInt8;  // of its gradients on the wire
+};
+
+// Another owner, and the names of the channels to and from it. A name is empty if there is no such channel: a
+// spare pushes nothing and reads no version.
+struct ExchangePeer {
+  ExchangeShard shard;
+  std::string push_to;
+  std::string push_from;
+  std::string factors_to;  // carries one item per round, before the chunks
+  std::string factors_from;
+  std::string pull_to;
+  std::string pull_from;
+  bool is_posted = false;  // its versions land directly in the version's slot
+};
+
+struct ExchangeSpec {
+  Rounds rounds;
+  ReplicaIndex replica;               // this owner
+  std::vector<ExchangeChunk> chunks;  // of its shard, in the order in which they travel
+  std::map<ReplicaIndex, ExchangePeer> peers;
+  std::vector<std::byte*> own_slots;             // memory of the stage's version slots
+  std::map<WeightVersion, SlotIndex> slot_of{};  // the slots' versions; empty: the newest, in the first
+  std::vector<std::byte*> tied_slots;            // version v lies in slot (v - first) mod their number
+  std::vector<std::byte*> push_slots;  // zeroed memory of PushLayout::slot_bytes(); a round uses one of them
+  Codec push_codec{};
+  bool keeps_gradients = false;  // the optimizer may keep them: no mean in a received item
+  bool on_host = true;           // means of float32 and float64 are made here
+  // Whether to send a replica its chunks of the new version only after the chunks that are pushed to it. All
+  // channels of a link get equal parts of the bandwidth, so versions would slow down the pushes to spares,
+  // and everybody waits for the spares' shards last.
+  bool holds_versions = false;
+  bool posts_early = true;  // false: posts places at begin_version()
+};
+
+// A parameter's gradient of a round, flat. Without data there is none.
+struct Gradient {
+  TensorView content;
+  std::shared_ptr<void> owner;
+
+  // The piece of it; without data if there is none.
+  [[nodiscard]] TensorView piece(const ExchangePiece& piece) const;
+};
+
+[[nodiscard]] TensorView flat_view(DType dtype, std::byte* data, std::size_t num_bytes);
+
+}  // namespace pipedream

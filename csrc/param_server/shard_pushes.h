@@ -1,0 +1,88 @@
+// One replica's pushes: it sends its gradients of a round to the owners of the shards, chunk by chunk, in the
+// order in which the chunks travel. A chunk leaves as soon as all its gradients are given.
+//
+//   a gradient fills the chunk      it leaves from where it lies
+//   several gradients share it      it leaves from a copy in the round's push slot
+//   a gradient is missing           a flag says so; a chunk that it would fill leaves empty
+//
+// Owned by the stage's compute thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/failure.h"
+#include "channel/tensor.h"
+#include "param_server/exchange_spec.h"
+#include "param_server/item_carrier.h"
+
+namespace pipedream {
+
+// The places in a push slot, in order: zeros for missing gradients if the codec adds to a gradient what it
+// left out of those before, the copies, and the flags of all chunks.
+class PushLayout {
+ public:
+  explicit PushLayout(const Codec& codec) : codec_(codec) {}
+
+  struct Chunk {
+    std::optional<std::size_t> copy_bytes;  // offset of its copy from the zeros' end; none if it needs none
+    std::size_t first_flag = 0;             // position among all flags
+  };
+  Chunk add(const ExchangeShard& shard, const ExchangeChunk& chunk);
+  // Whether a missing gradient of the shard is sent as zeros.
+  [[nodiscard]] bool feeds_back(const ExchangeShard& shard) const {
+    return codec_for(codec_, shard.push_dtype).kind == CodecKind::kTopK;
+  }
+  [[nodiscard]] std::size_t copies_offset_bytes() const { return zero_bytes_; }
+  [[nodiscard]] std::size_t flags_offset_bytes() const { return zero_bytes_ + copied_bytes_; }
+  [[nodiscard]] std::size_t num_flags() const { return num_flags_; }
+  [[nodiscard]] std::size_t slot_bytes() const { return flags_offset_bytes() + num_flags_; }
+
+ private:
+  Codec codec_;
+  std::size_t zero_bytes_ = 0;
+  std::size_t copied_bytes_ = 0;
+  std::size_t num_flags_ = 0;
+};
+
+class ShardPushes {
+ public:
+  // Both outlive it.
+  ShardPushes(const ExchangeSpec& spec, ItemCarrier& carrier);
+
+  // Gives the parameter's gradient of the round. One without data is missing.
+  void give(std::size_t parameter_index, Gradient gradient);
+  [[nodiscard]] bool has(std::size_t parameter_index) const;
+  // Sends the chunks of which all gradients are given. num_summed: microbatches of the round.
+  [[nodiscard]] Result<bool> send_complete(std::int64_t num_summed, Deadline deadline);
+  // Ends the round, whose chunks have all been sent, and returns its gradients by parameter.
+  [[nodiscard]] std::vector<Gradient> end_round();
+
+ private:
+  struct Receiver {
+    const ExchangePeer* peer = nullptr;
+    std::vector<PushLayout::Chunk> places;  // by chunk
+    std::size_t num_sent = 0;               // chunks of the round
+  };
+
+  [[nodiscard]] Result<bool> send(const Receiver& to, std::int64_t num_summed, Deadline deadline);
+  [[nodiscard]] TensorView flags_of(const ExchangeChunk& chunk, std::size_t first_flag, bool feeds_back);
+  [[nodiscard]] TensorView content_of(const ExchangeChunk& chunk, const PushLayout::Chunk& place, DType dtype,
+                                      bool feeds_back);
+  [[nodiscard]] std::byte* slot() const { return slots_[slot_index_]; }
+
+  ItemCarrier& carrier_;
+  PushLayout layout_;
+  const std::vector<std::byte*> slots_;
+  std::vector<Receiver> receivers_;
+  std::vector<std::vector<std::byte>> flags_;   // as they are in each slot
+  std::size_t slot_index_ = 0;                  // of the round
+  std::vector<std::optional<Gradient>> given_;  // by parameter
+  std::vector<TensorView> item_;
+};
+
+}  // namespace pipedream
