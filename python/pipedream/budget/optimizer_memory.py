@@ -52,8 +52,8 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     return total
 
 
-# Temporary tensors as large as the largest parameter, if a step cannot be tried. Rprop makes three, and so
-# does Adam with amsgrad and weight decay.
+# Number of temporary tensors, as large as the largest parameter, that is assumed if a step cannot be tried.
+# Rprop makes three, and so does Adam with amsgrad and weight decay.
 _NUM_TEMPORARIES_GUESSED = 3
 
 

@@ -59,10 +59,11 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def check_main_guard() -> None:
-    """Refuses a script without the guard. Call this first in every function that such a script may call. It
-    returns at once unless a worker is importing the script.
+    """Refuses a script without the `__main__` guard. Call this first in every function that such a script may
+    call. It returns at once unless a worker process is importing the script.
 
-    If a worker is importing it, this function stores an error for the caller and ends the process.
+    In a worker that is importing the script, this function stores an error for the caller and ends the
+    process.
     """
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return

@@ -67,7 +67,7 @@ class DrawSites:
     the type of one that did.
     """
     ends: Mapping[int, int] = field(default_factory=dict)
-    """Begin -> end, for calls whose caller draws after them."""
+    """Position of a call's begin -> position of its end, for each call after which its caller draws."""
     skips: Mapping[CallKey, int] = field(default_factory=dict)
     """Call -> the last position up to the call's end, for every call after which draws depend on that
     position.

@@ -156,8 +156,8 @@ def _is_alike(value: Any, before: Any) -> bool:
 
 
 def _is_of_the_users(value: Any) -> bool:
-    """Whether the value belongs to the user's code. A plain dict does; a model's modules are saved
-    elsewhere.
+    """Whether the value belongs to the user's code. A plain dict counts as the user's. A module does not,
+    because a model's modules are saved elsewhere.
     """
     if type(value) in _CONTAINERS or isinstance(value, nn.Module):
         return isinstance(value, dict)

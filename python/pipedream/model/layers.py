@@ -49,7 +49,9 @@ class CutForward(ABC):
     @property
     @abstractmethod
     def outline(self) -> list[str]:
-        """A line per layer. The lines are equal in two processes that cut the module in the same way."""
+        """Returns one line per layer. The lines are equal in two processes that cut the module in the same
+        way.
+        """
 
     @abstractmethod
     def at(self, names: Sequence[str]) -> CutForward:

@@ -93,8 +93,8 @@ def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatch
 
 
 def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tuple[float, float, float]]]:
-    """Returns the factors of each layer's weights in the core's form, (weight bytes, factor bytes, product
-    seconds). Empty if the profile has none.
+    """Returns the factors of each layer's weights in the core's form: (weight bytes, factor bytes, seconds of
+    the product). Empty if the profile has no factors.
 
     layers_ms: each layer's time as the core has it. The products of a layer are scaled down so that they do
         not exceed that time.

@@ -65,7 +65,7 @@ class ScheduleTraits(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """The options of a training that may exclude each other."""
+    """The options of one training. Some pairs of options exclude each other."""
 
     schedule: str
     """Its name, or "auto"."""

@@ -168,8 +168,8 @@ class Limits:
         )
 
     def memory_figures(self, stages: Sequence[Stage], own_bytes: Sequence[float]) -> dict[str, Any]:
-        """Returns the memory figures of a plan. own_bytes: the bytes that depend on each stage; the bytes
-        that every worker needs are added.
+        """Returns the memory figures of a plan. own_bytes: the bytes that depend on the stage, for each
+        stage. The bytes that every worker needs are added.
         """
         spared_bytes = _spared_bytes(stages, self)
         memory_bytes = [

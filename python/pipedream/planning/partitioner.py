@@ -355,8 +355,8 @@ def with_spares(
     """Returns the plan with as many of the spare workers as make it faster. Each spare is added to the stage
     that is slowest at that moment. `predicted` says how much time the spares save, or why none is used.
 
-    figures_of: returns the formulas' figures of stages. simulated_ms: returns a plan's simulated milliseconds
-    per minibatch.
+    figures_of: function that returns the formulas' figures of stages. simulated_ms: function that returns a
+    plan's simulated milliseconds per minibatch.
     """
     if spare_workers == 0:
         return plan

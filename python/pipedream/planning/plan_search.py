@@ -114,8 +114,8 @@ def _measured_starts(
     """Returns starts for a search. They are the optima for some of the links' bandwidths, and plans with
     equal numbers of replicas at every stage. The latter suit machines of equal size.
 
-    optimum_at: (bytes per second, workers, one replica per stage) -> the formulas' optimum. Its error is
-    raised if no plan keeps to the limits.
+    optimum_at: function of (bandwidth in bytes per second, number of workers, whether each stage has one
+    replica) that returns the formulas' optimum. If no plan keeps to the limits, its error is raised.
     """
     speeds = links.speeds_of_first(num_workers)
     starts = [optimum_at(bytes_per_s, num_workers, straight) for bytes_per_s in _some_of(speeds)]

@@ -330,7 +330,7 @@ _GAIN_MIN = 0.05  # least saving, as a share of the time per minibatch, for more
 def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan:
     """Returns the plan with so many minibatches in flight that stages do not wait for links. Returns it
     unchanged if that saves too little. `predicted` has the times before and after the change. simulated_ms:
-    returns a plan's milliseconds per minibatch.
+    function that returns a plan's milliseconds per minibatch.
     """
     slowest_ms = _slowest_ms(plan)
     if plan.num_stages == 1 or not slowest_ms:

@@ -144,7 +144,9 @@ class Program:
 
     @property
     def in_flight(self) -> list[int]:
-        """For each stage, the most microbatches at one replica whose backward has not finished."""
+        """For each stage, the largest number of microbatches in flight at one replica: forward begun,
+        backward not finished.
+        """
         return self._listed.in_flight
 
     @property

@@ -54,8 +54,9 @@ def search(
 ) -> FoundPlan:
     """Returns the plan with the least score. Ties go to fewer workers, then to fewer stages.
 
-    starts: at least one plan. score: returns milliseconds per minibatch. plans_max: how many plans are scored
-    besides the starts. allowed: whether a plan keeps to further limits.
+    starts: at least one plan. score: function that returns a plan's milliseconds per minibatch. plans_max:
+    how many plans are scored besides the starts. allowed: function that returns whether a plan keeps to
+    further limits.
     """
     scores: dict[tuple[tuple[int, int], ...], float] = {}
     distinct = list(dict.fromkeys(starts))

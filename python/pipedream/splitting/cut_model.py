@@ -247,8 +247,8 @@ def _trace(
     device = device_of([model])
     loss_fn = spare_loss(loss_fn, [model])
     # Clones the inputs, because a first layer that works in place would change the caller's data. Clones the
-    # targets separately: targets that are also inputs are then read at the last stage, where they are
-    # available.
+    # targets separately, even if they are the inputs. Otherwise the loss would seem to read inputs that must
+    # cross the cuts. The last stage has the targets anyway.
     given = map_tensors(lambda tensor: tensor.detach().clone(), to_device(inputs, device))
     wanted = map_tensors(lambda tensor: tensor.detach().clone(), to_device(targets, device))
 

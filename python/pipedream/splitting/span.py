@@ -39,8 +39,8 @@ class _Stop(BaseException):
 
 
 class SpanStage(StageModule):
-    """Layers first_layer..last_layer of a model that is cut along its own forward. It holds the whole model,
-    but reports only the parameters and buffers that its span uses.
+    """A stage with layers first_layer..last_layer of a model that is cut along its own forward. It holds the
+    whole model, but reports only the parameters and buffers that its span of the forward uses.
     """
 
     def __init__(

@@ -66,8 +66,8 @@ _Minibatches = Sequence[tuple[Any, Any]]
 # summed in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE_OF_OTHERS = 1e-2
-# The same for a float64 model with some float32 parts (norms, positions), whose rounding makes the
-# difference.
+# Largest allowed difference for a float64 model with some float32 parts (norms, positions). The difference
+# comes from rounding in these parts.
 _TOLERANCE_OF_MIXED = {torch.float32: 1e-6}
 
 _LEFT_OUT = "the second minibatch does not make the call that ends there"
