@@ -1,4 +1,4 @@
-"""The command line: pipedream explain | profile | profile-links | run | keys.
+"""Defines the commands of the command line: pipedream explain | profile | profile-links | run | keys.
 
 planning_commands.py and checkpoint_commands.py have the other commands. A command runs on the main thread of
 its process. The exit status is 0 for success, 2 for a user's mistake, and 1 for any other failure; an error
@@ -54,7 +54,8 @@ _USER_ERROR_STATUS = 2
 _FAILURE_STATUS = 1
 _INTERRUPTED_STATUS = 130  # as a shell reports SIGINT
 
-# `run` without a plan profiles first. 10 s give steady figures and are short compared with a training.
+# `run` without a plan profiles the model first. Profiling for 10 s gives steady figures, and is short
+# compared with a training.
 _PROFILE_BEFORE_RUN_S = 10.0
 
 _PLANNED_WITH_AUTO = ("schedule", "microbatches")
@@ -75,7 +76,7 @@ _RESULT_FIELDS = (
     "channels",
 )
 
-# rich_markup_mode=None: plain help and plain errors, and no import of rich.
+# With rich_markup_mode=None help and errors are plain text, and rich is not imported.
 app = typer.Typer(
     name="pipedream",
     help="Pipeline-parallel training of PyTorch models.",
@@ -155,7 +156,7 @@ def profile_command(
 
 
 def _calibrate(measured: Profile, target: str, workers: int) -> Profile:
-    # Loads the target again, because profiling may have used up its data.
+    # The target is loaded again, because profiling may have used up its data.
     from pipedream.launch.calibration import calibrate
     from pipedream.launch.target import load_job
 
@@ -479,7 +480,7 @@ def _check_weights_file(path: Path | None) -> None:
 
 @contextlib.contextmanager
 def _clean_stdout(as_json: bool) -> Iterator[None]:
-    """Redirects stdout to stderr in the block, because user code and its worker processes may print."""
+    """Redirects stdout to stderr inside the block, because user code and worker processes may print."""
     if not as_json:
         yield
         return
@@ -487,8 +488,8 @@ def _clean_stdout(as_json: bool) -> Iterator[None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        # Child processes and C++ write to file descriptor 1. Python code writes to sys.stdout, which may be
-        # another file.
+        # Both are redirected: child processes and C++ write to file descriptor 1, and Python code writes to
+        # sys.stdout, which may be another file.
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:

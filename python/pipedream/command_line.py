@@ -42,8 +42,8 @@ def print_result(shown: object, fields: Mapping[str, Any], as_json: bool) -> Non
 
 
 def links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile | str:
-    """Returns --links or --bandwidth in the form for partition(). Raises ValueError unless exactly one is
-    given."""
+    """Returns the value of --links or --bandwidth for partition(). Raises ValueError unless exactly one of
+    the options is given."""
     if links is not None and bandwidth is None:
         return LinkProfile.load(links)
     if bandwidth is not None and links is None:
@@ -51,7 +51,8 @@ def links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile
     raise ValueError("give --bandwidth, for example 10Gbit/s, or --links FILE: one of them")
 
 
-# Typer reads values by pydantic. Keys are the first words of pydantic's error types, such as "int_parsing".
+# Typer reads values with pydantic. The keys are the first words of pydantic's error types, such as
+# "int_parsing".
 _WANTED = {"int": "a whole number", "float": "a number"}
 
 

@@ -1,4 +1,5 @@
-"""AskedPlan: the plan that the user of a front end asked for, and how it is made where it is not given.
+"""AskedPlan has a front end's arguments about the plan. If the user gives no whole plan, it makes one from a
+profile.
 
 Used by the caller, under torchrun by every rank. Needs neither transformers nor Lightning.
 """
@@ -21,9 +22,10 @@ class AskedPlan:
     """The arguments of a front end that say how a model is cut."""
 
     given: Plan | None
-    """The plan itself; None if it is to be made from a profile."""
+    """The user's plan; None if the plan must be made from a profile."""
     replicas: tuple[int, ...]
-    """The replicas of every stage of the plan to make; empty if the planner chooses them."""
+    """The number of replicas of every stage, for a plan that must be made; empty if the planner chooses the
+    stages."""
     num_workers: int | None
     bandwidth: str | float
 
@@ -31,8 +33,8 @@ class AskedPlan:
     def of(
         cls, plan: Plan | str | os.PathLike[str] | None, workers: int | None, bandwidth: str | float
     ) -> AskedPlan:
-        """plan: a Plan, the file of one, or the replicas of every stage, such as "1-1". workers: how many
-        the planner may use. Under torchrun these are the ranks.
+        """plan: a Plan, the path of a plan's file, or the replicas of every stage, such as "1-1". workers:
+        how many workers the planner may use. Under torchrun the ranks are the workers.
 
         Raises ValueError for spare shards, and OSError for a file that cannot be read.
         """
@@ -50,7 +52,7 @@ class AskedPlan:
 
     @property
     def num_stages_max(self) -> int:
-        """The number of stages, or the most that the planner may make."""
+        """The number of stages; if the planner chooses it, the largest possible number."""
         if self.given is not None:
             return self.given.num_stages
         return len(self.replicas) or self.num_workers or 1
@@ -74,7 +76,8 @@ class AskedPlan:
         )
 
     def describe(self, plan: Plan) -> str:
-        """Returns the text of a plan that was made, with the way to more workers if it leaves some out."""
+        """Returns the text of a plan that was made. If the plan leaves workers unused, the text says how to
+        use more."""
         workers, used = self.num_workers or 0, plan.workers_used
         num_stages = min(workers, plan.num_layers)
         if self.replicas or used >= num_stages:

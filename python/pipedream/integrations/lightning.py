@@ -6,10 +6,10 @@
     if __name__ == "__main__":
         pipeline.fit(module, loader, val_loader, workers=2, max_epochs=10)
 
-Lightning's own Trainer runs its loops, callbacks, loggers and checkpoints. Its strategy, defined here,
-computes no step. Workers have computed all steps up to the next point at which Lightning looks at the module.
-The strategy then returns the steps' logged values, one step after another. Works with lightning and
-pytorch_lightning. docs/lightning.md.
+Lightning's own Trainer runs its loops, callbacks, loggers and checkpoints. The strategy defined here computes
+no step. Workers compute all steps up to the next point at which Lightning reads the module. Then the strategy
+returns the steps' logged values, one step after another. Works with lightning and pytorch_lightning.
+docs/lightning.md.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _OF_FIT = {
     "state": "ckpt_path",
     "validation": "val_dataloaders",
 }
-"""Arguments of pipedream.run() that fit() sets itself, with their source."""
+"""Arguments of pipedream.run() that fit() sets itself, each with the place where the user sets it."""
 
 
 def fit(
@@ -175,7 +175,7 @@ class _Places:
     """The object that Lightning's loops get in place of a loader."""
 
     def __init__(self, loader: Any, more: Any) -> None:
-        """more: for a loader without a length, tells whether there is a batch of this number."""
+        """more: for a loader without a length, returns whether there is a batch with a given number."""
         self._loader, self._more = loader, more
         self.sampler = getattr(loader, "sampler", None)
         self.batch_sampler = getattr(loader, "batch_sampler", None)
@@ -195,8 +195,8 @@ class _Places:
 
 
 class _PipelineStrategy:
-    """Returns to Lightning what the workers of a pipeline computed. A base class beside Lightning's
-    SingleDeviceStrategy.
+    """Returns the results of a pipeline's workers to Lightning. Used as a base class together with
+    Lightning's SingleDeviceStrategy.
     """
 
     lightning_module: Any
@@ -239,7 +239,7 @@ class _PipelineStrategy:
             return True
         if number == 1:
             self.pipeline.ensure_rows(self.lightning_module.trainer, 0)
-        # After an interrupt the next batch is the one at which it is raised.
+        # After an interrupt there must be one more batch, because KeyboardInterrupt is raised there.
         return self.pipeline.is_interrupted or number < (self.pipeline.num_batches or 0)
 
     def _has_val_batch(self, number: int) -> bool:
@@ -268,8 +268,8 @@ class _PipelineStrategy:
         return None
 
     def _validate_here(self, place: _Place, *args: Any, **kwargs: Any) -> Any:
-        """Validates with the whole module in this process, if the pipeline evaluated nothing, as before the
-        first batch.
+        """Validates with the whole module in this process if the pipeline has evaluated nothing, for example
+        before the first batch.
         """
         if place.number == 0:
             self._val_batches = iter(self.pipeline.val_loader)

@@ -1,5 +1,5 @@
-"""The arguments, hooks and callbacks of Lightning: which fit honours, which mean nothing to it, and which it
-refuses. Tests compare the tables with the installed version.
+"""Lists the arguments, hooks and callbacks of Lightning that fit() supports, that have no effect in it, and
+that it refuses. Tests compare the tables with the installed version.
 
 Imports no Lightning.
 """
@@ -81,7 +81,7 @@ PRECISIONS = {
     "16": ("float16", "32-true"),
     "16-mixed": ("float16", "32-true"),
 }
-"""Lightning's name of a precision -> (autocast of the run, precision of the caller's Trainer)."""
+"""Maps Lightning's name of a precision to (autocast of the run, precision of the caller's Trainer)."""
 
 HONOURED_HOOKS = {
     *("configure_callbacks", "configure_model", "configure_optimizers", "configure_sharded_model", "forward"),
@@ -100,7 +100,7 @@ MEANINGLESS_HOOKS = {
     *(f"on_{kind}_batch_{when}" for kind in ("test", "predict") for when in ("start", "end")),
     *("on_test_model_eval", "on_test_model_train", "on_predict_model_eval"),
 }
-"""Hooks that Lightning calls for tests and predictions alone, which fit does not make."""
+"""Hooks that Lightning calls only for tests and predictions, which fit() does not run."""
 
 _HOOKS = {
     "backward": "pipedream makes the backward",
@@ -128,7 +128,8 @@ REFUSED_HOOKS = {
         "workers evaluate, and put all of the module in eval mode: leave it out",
     ),
 }
-"""Hooks of a module that are refused, with the remedy. Its steps would not see what they do."""
+"""Hooks of a module that are refused, with the remedy. The workers' steps would not see the changes that such
+a hook makes."""
 
 _BETWEEN_BATCHES = "works on weights or gradients between batches: leave it out"
 _CALLBACKS = {

@@ -1,5 +1,5 @@
-"""Rates: a scheduler that sets the options that Lightning's schedulers will have set before each step. Any
-thread.
+"""Computes in advance the options that Lightning's schedulers set before each step. The scheduler Rates sets
+these options in the workers. Any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rates:
     """
 
     def __init__(self, rows: Sequence[Options], optimizer: torch.optim.Optimizer) -> None:
-        """rows: the options before each step of this run, and after the last one."""
+        """rows: the options before each step of this run, and after the last step."""
         self._rows, self._optimizer, self._next = rows, optimizer, 0
         self.step()
 
@@ -35,7 +35,7 @@ class Rates:
             group.update(options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing to save: the next run has rows of its own."""
+        """Returns an empty state, because the next run has its own rows."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -46,8 +46,8 @@ class Rates:
 def planned_options(
     optimizer: torch.optim.Optimizer, schedulers: Sequence[Any], num_steps: int, step: Callable[[int], None]
 ) -> list[Options]:
-    """Returns the options before each of the next steps, and after the last one. step(i): advances the
-    schedulers as they will be after step i. Optimizer and schedulers are unchanged afterwards.
+    """Returns the options before each of the next steps, and after the last step. step(i): advances the
+    schedulers to their state after step i. Optimizer and schedulers are unchanged afterwards.
     """
     kept, states = (
         copy.deepcopy(options_of(optimizer)),

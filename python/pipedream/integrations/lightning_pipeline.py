@@ -1,7 +1,7 @@
-"""Trains the batches of a Lightning fit as a pipeline, in parts, and keeps what each step has logged for
-Lightning.
+"""Trains the batches of a Lightning fit as a pipeline, in parts. Stores the values that each step has logged,
+for Lightning.
 
-A part ends at the next point at which Lightning looks at the module: a validation, a checkpoint, the end of
+A part ends at the next point at which Lightning reads the module: a validation, a checkpoint, or the end of
 the epoch. Each part is a run that continues from the state of the part before. Imports no Lightning. On the
 caller's thread.
 """
@@ -101,7 +101,8 @@ class Pipeline:
         self.result: pipedream.RunResult | None = None
         """The result of the latest run."""
         self.num_batches: int | None = None
-        """Batches of this epoch, if the loader has no length. Known after training on them."""
+        """The number of batches of this epoch, if the loader has no length. It is known after training on
+        them."""
         self.is_interrupted = False
         """Whether Ctrl-C has asked the latest run to end."""
         self._recorder = Recorder()
@@ -125,8 +126,8 @@ class Pipeline:
         return self._train_rows.popleft()
 
     def ensure_rows(self, trainer: Any, batch: int) -> None:
-        """Trains the next part, unless rows of an earlier one are left. Raises KeyboardInterrupt if Ctrl-C
-        has ended that one, of which Lightning has heard all by then.
+        """Trains the next part, unless rows of the last part are left. If Ctrl-C has ended the last part,
+        raises KeyboardInterrupt after Lightning has got all rows of that part.
         """
         if not self._train_rows:
             if self.is_interrupted:
@@ -135,7 +136,8 @@ class Pipeline:
 
     @property
     def num_batches_ahead(self) -> int:
-        """Batches on which the workers have trained and at which Lightning has not arrived."""
+        """The number of batches on which the workers have trained, but which Lightning's loop has not
+        reached."""
         return len(self._train_rows)
 
     def val_row(self) -> Row | None:
@@ -147,8 +149,8 @@ class Pipeline:
         return bool(self._val_rows)
 
     def fill(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        """Copies the stages' optimizer state into the caller's optimizer. Called at all ranks. folder: one
-        that all ranks share.
+        """Copies the stages' optimizer state into the caller's optimizer. Called at all ranks. folder: a
+        folder that all ranks share.
         """
         if self._optimizer_is_newest or self._state is None or self.steps is None:
             return
@@ -259,7 +261,8 @@ class Pipeline:
         self._take_rows(part)
 
     def _run_arguments(self, accumulated: int) -> dict[str, Any]:
-        """Returns further arguments of a run. The user's arguments override those of the fit."""
+        """Returns further arguments of a run. The user's arguments override the arguments that fit()
+        chooses."""
         weight_fn = _count_one if accumulated > 1 else None
         return {"weight_fn": weight_fn, "progress": self.settings.progress, **self.settings.run}
 
@@ -283,8 +286,8 @@ class Pipeline:
                 raise ValueError(f"{name} are {len(combined.flattened)}: give one loader")
 
     def _begin_epoch(self, epoch: int, num_batches: float) -> None:
-        """Sets the loader's generators. All parts of an epoch start from the same state, and each epoch from
-        the state that it would have in Lightning.
+        """Sets the loader's generators. All parts of an epoch start from the same state. Each epoch starts
+        from the same state as in Lightning.
         """
         loader = self.train_loader
         if loader is self._loader_of_epoch:
@@ -324,7 +327,7 @@ class Pipeline:
         return data, pipedream.Validation(held_out)
 
     def _learn(self, data: Batches, validation: Any) -> None:
-        """Runs each kind of step on its first batch, to learn what it logs."""
+        """Runs a training step and a validation step on their first batch, to learn which values they log."""
         assert self.steps is not None
         for is_training, batches in ((True, data), (False, validation and validation.data)):
             layout = self.steps.layouts[is_training]
@@ -422,8 +425,8 @@ class Pipeline:
             )
         profile = replace(profile, model=type(vars(self.steps)["lightning_module"]).__name__)
         asked, schedule = self.settings.plan, self.settings.schedule
-        # With accumulated gradients the profile has one batch out of many. Its times differ, but not their
-        # balance.
+        # With accumulated gradients the profile measures one batch of many. Its times are smaller than a
+        # minibatch's, but in the same proportion for all layers.
         plan = asked.make(profile, schedule, "auto" if schedule == "auto" else self._microbatches)
         print(asked.describe(plan), flush=True)
         return plan

@@ -1,11 +1,11 @@
-"""A LightningModule's steps as a model, a loss and data for `pipedream.run`.
+"""Wraps a LightningModule's steps as a model, a loss and data for `pipedream.run`.
 
     Steps      The module. Its forward is training_step, or validation_step in eval mode.
     Recorder   The loss. It takes the loss from the output of Steps, and keeps a row of figures for each step.
     Batches    The data: a range of a loader's batches, each with its number.
 
-A row has everything that a step logged and added to its metrics. At the end of a run the rows return to the
-caller's Recorder. The caller then logs them as if it had computed the steps. Imports no Lightning. On the
+A row has all values that a step logged, and the states of its metrics. At the end of a run the rows return to
+the caller's Recorder. The caller then logs them as if it had computed the steps. Imports no Lightning. On the
 worker's compute thread, and the caller's.
 """
 
@@ -62,7 +62,7 @@ class Layout:
 
 
 class StandInTrainer:
-    """Stands for `self.trainer` in a worker's steps. It has numbers only."""
+    """Replaces `self.trainer` in a worker's steps. It has only the trainer's numbers."""
 
     def __init__(self, first_batch: int, first_step: int, accumulated: int, **facts: Any) -> None:
         self._first_batch, self._first_step, self._accumulated = first_batch, first_step, accumulated
@@ -125,7 +125,8 @@ class Steps(nn.Module):
     """A LightningModule whose forward is its training_step, or its validation_step in eval mode.
 
     It uses the module's own tables of parameters, buffers and children, so that names are the module's.
-    Metrics are left out of the children: they belong to no stage, and each step starts with empty ones.
+    Metrics are left out of the children, because they belong to no stage, and each step starts with empty
+    metrics.
     """
 
     def __init__(self, module: Any, trainer: StandInTrainer) -> None:
@@ -144,7 +145,7 @@ class Steps(nn.Module):
         self.learns = False
         """Whether the next step defines the layout."""
         self.calls_eval = False
-        """Whether training_step runs in eval mode, too, to compare losses."""
+        """Whether training_step also runs in eval mode, to compare losses."""
         self.list_batches = {True: False, False: False}
         """Whether batches are lists. They are sent as tuples."""
         self.reads_number = {
@@ -275,7 +276,8 @@ class _Logging:
         return torch.cat(flat)
 
     def shown(self, loss: Any) -> Tensor:
-        """Returns a validation's loss: the step's output, or else the first logged number."""
+        """Returns a validation's loss: the step's output, or the first logged number if the step returns
+        none."""
         found = [loss, *(value for value, _ in self._values.values())]
         numbers = [one for one in found if isinstance(one, Tensor) and one.numel() == 1]
         return numbers[0].reshape(()) if numbers else torch.zeros(())
@@ -407,9 +409,9 @@ class _Rows(nn.Module):
 
 
 class Recorder(nn.Module):
-    """The loss of a run over Steps, which keeps a row for each step. Tracing and rehearsing call it as well,
-    so the newest row of a step counts. It is a module because tensors and numbers of such a loss return from
-    its worker.
+    """The loss of a run over Steps, which keeps a row for each step. Tracing and rehearsing also call it, so
+    only the newest row of a step counts. It is a module, because tensors and numbers of a loss that is a
+    module are sent back from the worker.
     """
 
     def __init__(self) -> None:
@@ -423,7 +425,7 @@ class Recorder(nn.Module):
             return loss
         row = outputs["row"]
         self._trained.add([batch["number"], batch["total"], _batch_size_of(batch["batch"])], row)
-        # Makes the loss depend on the row, so that the row is sent to the last stage. The loss's value does
+        # The loss must depend on the row, so that the row is sent to the last stage. The loss's value does
         # not change.
         loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), row.sum().to(loss.dtype), loss)
         return loss * batch["scale"] if "scale" in batch else loss
@@ -453,8 +455,8 @@ class Batches:
     """The batches of a loader from `first` to before `end`, each with its number. With accumulated gradients
     it yields several batches at a time.
 
-    Every reader iterates the loader's whole epoch in the same order, whichever part this is, because the
-    generators start from the seed given here.
+    Every reader iterates the loader's whole epoch in the same order for every part, because the generators
+    start from the seed given here.
     """
 
     def __init__(

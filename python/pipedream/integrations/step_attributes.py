@@ -1,5 +1,5 @@
-"""The attributes of a LightningModule that its steps change: they stay in the workers, and each part of a fit
-begins with those of the caller. On the caller's thread."""
+"""Watches the attributes of a LightningModule that its steps change. The changes stay in the workers, and
+each part of a fit begins with the caller's attributes. On the caller's thread."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from pipedream.common.own_rank import is_rank_0
 __all__ = ["no_attribute_changed"]
 
 _OF_MODULES = vars(nn.Module()).keys()
-"""Parameters, buffers and children, of which a run takes care."""
+"""Names of the attributes of every nn.Module, such as its tables of parameters and buffers. A run handles
+these itself."""
 
 
 @contextlib.contextmanager
 def no_attribute_changed(attributes: Mapping[str, Any], *, is_training: bool) -> Iterator[None]:
-    """Inside one step is made. Raises ValueError if it adds to a list, dict or number of the module, which
-    would not come back, and prints a line about other attributes that it sets. attributes: the module's."""
+    """Checks the step that is run inside the context. Raises ValueError if the step adds to a list, dict or
+    number of the module, because the workers' additions would be lost. Prints a line about other attributes
+    that the step sets. attributes: the module's attributes."""
     before = dict(attributes)
     amounts = {name: _amount(value) for name, value in before.items() if name not in _OF_MODULES}
     yield
@@ -39,7 +41,7 @@ def no_attribute_changed(attributes: Mapping[str, Any], *, is_training: bool) ->
 
 
 def _amount(value: Any) -> Any:
-    """Returns what changes where a step adds to the value; None for a value of another kind."""
+    """Returns a figure that changes if a step adds to the value. Returns None for a value of another kind."""
     if isinstance(value, (bool, int, float, complex)):
         return value
     if isinstance(value, Tensor):

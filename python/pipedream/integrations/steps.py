@@ -1,13 +1,13 @@
-"""The minibatches of a transformers.Trainer: for each step, gradient_accumulation_steps batches of its loader
-as microbatches.
+"""Makes the minibatches of a transformers.Trainer. Each step's minibatch has gradient_accumulation_steps
+batches of the loader as microbatches.
 
     loader               b0 b1 | b2 b3 | b4         gradient_accumulation_steps=2, an epoch of 5 batches
     one minibatch each   b0 b1 | b2 b3 | b4         Microbatches, uncut
     pieces_per_batch=2   b0' b0'' b1' b1'' | ...    each batch cut by torch.chunk, for a plan with m = 4
 
 The Trainer sums the losses of a step's batches. If the loss takes num_items_in_batch, each loss is divided by
-the number of tokens in all batches; else by the number of batches. Each microbatch carries its share of that
-sum. Workers and the caller iterate this; needs no transformers.
+the number of tokens in all batches, otherwise by the number of batches. Each microbatch carries its share of
+that sum. Workers and the caller iterate this; needs no transformers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class LossForm:
     takes_labels: bool = False
     """Whether the loss is computed from outputs and labels, and the model does not get the labels."""
     counts_items: bool = False
-    """Whether the items (labels) of all of a step's batches are counted, for the loss or the model."""
+    """Whether the Trainer counts the items (labels) in all batches of a step, and passes the count to the
+    loss or the model."""
     gives_items: bool = False
     """Whether the model gets the number of items."""
     divides_by_items: bool = False
-    """Whether the loss is divided by the number of items. The losses of a batch's pieces then sum to the
-    batch's.
+    """Whether the loss is divided by the number of items. Then the losses of a batch's pieces add up to the
+    batch's loss.
     """
     is_sum: bool | None = False
     """Whether the losses of a step's batches are summed. If not, they are divided by the number of batches.
@@ -50,7 +51,7 @@ class LossForm:
     """
     shifts_labels: bool = False
     items_dtype: torch.dtype = torch.float32
-    """The dtype of the number of items, which the Trainer divides by the number of devices."""
+    """The dtype of the number of items. The Trainer divides this number by the number of devices."""
     label_names: tuple[str, ...] = ()
     """Entries of a batch that compute_metrics gets as labels. Empty: "labels"."""
     kept_input: str | None = None
@@ -66,7 +67,8 @@ class LossForm:
         return labels.ne(_IGNORED).sum()
 
     def items_of_all(self, batches: Iterable[Mapping[str, Any]]) -> Tensor | None:
-        """Returns the number of items that the Trainer counts in these batches; None if it counts none."""
+        """Returns the number of items that the Trainer counts in these batches; None if the Trainer does not
+        count items."""
         if not self.counts_items:
             return None
         counts = [self.items_of(batch) for batch in batches]
@@ -76,8 +78,8 @@ class LossForm:
     def parts(
         self, batch: Mapping[str, Any], weight: float, *, scale: float = 1.0, items: Tensor | None = None
     ) -> tuple[Keywords, dict[str, Any]]:
-        """Returns (inputs, targets) of a microbatch. weight: its share of the minibatch. scale: factor of its
-        loss.
+        """Returns (inputs, targets) of a microbatch. weight: the microbatch's share of the minibatch. scale:
+        the factor of its loss.
         """
         inputs = Keywords(batch)
         targets: dict[str, Any] = {
@@ -106,7 +108,7 @@ def share_of_loss(targets: Mapping[str, Any]) -> float:
 
 
 class Steps:
-    """All minibatches of a training, through all epochs, as one iteration."""
+    """Yields all minibatches of a training, through all epochs, in one iteration."""
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class Steps:
                 return  # an epoch without a batch
             self._epoch, self._step_of_epoch = self._epoch + 1, 0
 
-    # The position in the data, for a run that continues from a checkpoint.
+    # This is the position in the data, for a run that continues from a checkpoint.
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self._step, "epoch": self._epoch, "step_of_epoch": self._step_of_epoch}

@@ -1,10 +1,10 @@
-"""StepCheckpoints: makes the Trainer's checkpoint-N from what the pipeline saved at step N.
+"""StepCheckpoints makes the Trainer's checkpoint-N from the pipeline's checkpoint of step N.
 
     the pipeline   checkpoint of step N: weights, optimizer, data        complete some time after the step
     the Trainer    its state at step N, its scheduler                    known when the step is reported
     checkpoint-N   the model's files, trainer_state.json, pipedream/     written when both are there
 
-On the caller's thread; under torchrun, that of rank 0.
+On the caller's thread; under torchrun, on the thread of rank 0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SchedulerState:
 
     scheduler: dict[str, Any]
     factors: dict[int, float]
-    """The factors by which it multiplied the pipeline's rates, by step."""
+    """The factors by which the scheduler multiplied the pipeline's rates, by step."""
     pending: float
     """The factor for the rates at the next step."""
 
@@ -57,7 +57,7 @@ class SchedulerState:
 
     @classmethod
     def load(cls, folder: str) -> SchedulerState | None:
-        """Reads the state in a checkpoint-N; None if it has none."""
+        """Reads the scheduler's state from a checkpoint-N; None if the checkpoint has none."""
         path = Path(folder) / _STATE_FOLDER / _SCHEDULER
         return cls(**torch.load(path, weights_only=True)) if path.exists() else None
 
@@ -78,7 +78,7 @@ class StepCheckpoints:
         self._trainer = trainer
         self._folder = folder
         self._states: dict[int, tuple[Any, SchedulerState | None] | None] = {}
-        """States for the checkpoint of a step, by step. None until the step is over."""
+        """By step: the states for the step's checkpoint. None until the step is over."""
         self._complete: dict[int, Path] = {}
         """The pipeline's checkpoints that have not become checkpoints of the Trainer yet, by step."""
 
@@ -90,7 +90,7 @@ class StepCheckpoints:
         return self._folder / f"checkpoint-{step}"
 
     def note_state(self, scheduler: SchedulerState | None) -> None:
-        """Keeps the state of the present step if it is registered for a checkpoint."""
+        """Stores the state of the current step if want() was called for the step."""
         trainer, step = self._trainer, self._trainer.state.global_step
         if step not in self._states:
             return

@@ -1,5 +1,5 @@
-"""The parts of a Trainer that are sent to workers: its loss, its metrics, its loader. None refers to the
-Trainer.
+"""Makes the parts of a Trainer that are sent to workers: its loss, its metrics, its loader. They hold no
+reference to the Trainer.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Predictions:
         self._concatenates = trainer.args.eval_do_concat_batches
 
     def kept(self, outputs: Any, targets: Mapping[str, Any]) -> Any:
-        """Returns what to keep of a batch: logits, labels, and an input if compute_metrics needs one."""
+        """Returns the parts of a batch to keep: logits, labels, and an input if compute_metrics needs one."""
         if isinstance(outputs, Mapping):
             logits: Any = tuple(value for key, value in outputs.items() if key not in self._ignored)
         else:
@@ -143,8 +143,8 @@ class Predictions:
 
 
 def plain_loader(loader: Any) -> DataLoader[Any]:
-    """Returns the loader as a plain torch DataLoader. Accelerate's moves minibatches to the caller's
-    device.
+    """Returns the loader as a plain torch DataLoader, because accelerate's loader moves minibatches to the
+    caller's device.
     """
     names = (
         *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
@@ -158,7 +158,8 @@ def plain_loader(loader: Any) -> DataLoader[Any]:
 
 
 def in_memory(held_out: HeldOut) -> Any:
-    """Returns the batches as a list, whose largest batch is known, unless they take too much memory."""
+    """Returns the batches as a list, so that the largest batch is known. Returns them unchanged if they take
+    too much memory."""
     found, num_bytes = [], 0
     with generators_kept():
         for batch in held_out:

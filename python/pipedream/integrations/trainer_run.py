@@ -1,5 +1,5 @@
-"""Training: one train() of a PipelineTrainer. It makes the plan, starts the run, and reports to the Trainer
-and its callbacks.
+"""Training is one call of train() of a PipelineTrainer. It makes the plan, starts the run, and reports to the
+Trainer and its callbacks.
 
 On the caller's thread.
 """
@@ -206,8 +206,8 @@ class Training:
         return plan.schedule or "pipedream" if given == AUTO else given
 
     def _microbatches_for(self, plan: Plan) -> int:
-        """Returns the number of microbatches, a multiple of the number of a step's batches. Prints a line if
-        batches are not cut as the plan wants.
+        """Returns the number of microbatches, which is a multiple of the number of batches in a step. Prints
+        a line if batches cannot be cut as in the plan.
         """
         accumulated: int = self._trainer.args.gradient_accumulation_steps
         pieces = -(-(plan.microbatches or 1) // accumulated)
@@ -298,8 +298,8 @@ class Training:
             trainer._evaluate(self._trial, self._ignored_keys, skip_scheduler=True)
 
     def end(self, *, is_interrupted: bool) -> None:
-        """Makes an evaluation that is still due at the last step, unless that was an interrupt's choice, and
-        completes the checkpoint of that step.
+        """Makes an evaluation that is still due at the last step, unless an interrupt ended the training.
+        Then completes the checkpoint of that step.
         """
         if not is_rank_0():
             return
@@ -331,8 +331,8 @@ class Training:
         self._metrics[report.minibatch] = metrics
 
     def take_metrics(self) -> dict[str, float] | None:
-        """Returns the metrics of this step's evaluation, or of an earlier one that was not reported yet; None
-        if there are none.
+        """Returns the metrics of this step's evaluation, or of an earlier evaluation that was not reported
+        yet; None if there is neither.
         """
         steps = [step for step in self._metrics if step <= self._trainer.state.global_step]
         found = self._metrics[max(steps)] if steps else None

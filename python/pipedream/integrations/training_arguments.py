@@ -1,6 +1,6 @@
-"""Lists the arguments of transformers.TrainingArguments: those that PipelineTrainer honours, those that mean
-nothing for a pipeline, and those that it refuses. A test compares the lists with the installed version's
-fields.
+"""Lists the arguments of transformers.TrainingArguments in three groups: arguments that PipelineTrainer
+honours, arguments without a meaning for a pipeline, and arguments that it refuses. A test compares the lists
+with the installed version's fields.
 
 Data; needs neither transformers nor torch.
 """
@@ -91,7 +91,8 @@ REFUSED = {
 """Arguments that are refused unless they have an empty value, with the remedy."""
 
 _REFUSED_OPTIM = ("8bit", "4bit", "paged", "schedule_free", "lomo")
-"""Parts of names of optimizers that need constructor arguments, or calls, that stages do not make."""
+"""Parts of the names of refused optimizers. These need constructor arguments or calls that stages cannot give
+them."""
 
 _NOTHING = (None, False, "", "no", 0)
 

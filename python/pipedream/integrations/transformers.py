@@ -1,4 +1,4 @@
-"""PipelineTrainer: a transformers.Trainer whose train() runs a pipeline of workers.
+"""PipelineTrainer is a transformers.Trainer whose train() runs a pipeline of workers.
 
     from pipedream.integrations.transformers import PipelineTrainer
     trainer = PipelineTrainer(model=model, args=args, train_dataset=..., workers=2)
@@ -10,7 +10,7 @@
     evaluate()                               <-   on_evaluation, measured in the pipeline
     checkpoint-N                             <-   on_checkpoint: the model's files, and the pipeline's state
 
-On the caller's thread. Under torchrun each rank has a trainer, and only rank 0's logs and saves.
+On the caller's thread. Under torchrun each rank has a trainer, and only the trainer of rank 0 logs and saves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOT_CALLED = ("compute_loss", "training_step", "prediction_step", "get_batch_sa
 
 
 class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as Any
-    """A Trainer that trains by a pipeline of workers.
+    """A Trainer that trains with a pipeline of workers.
 
     It has the arguments of transformers.Trainer, and these:
 
@@ -51,8 +51,9 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         None: the planner chooses the stages. If plan is not given whole, the model is profiled and the plan
         printed.
     workers: the most workers that the planner may use. Under torchrun the ranks are the workers.
-    bandwidth: of the link between two workers, for the planning.
-    schedule: of the run. "flush" gives the numbers of a Trainer on one device, "auto" uses the plan's choice.
+    bandwidth: the bandwidth of the link between two workers, for the planning.
+    schedule: the schedule of the run. "flush" gives the same numbers as a Trainer on one device, "auto" uses
+        the plan's schedule.
 
     The microbatches of a minibatch are gradient_accumulation_steps batches. If the plan has more
     microbatches, each batch is cut further. train() evaluates and saves without leaving the pipeline.
@@ -98,7 +99,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
                     " compute_loss_func, compute_metrics or callbacks"
                 )
 
-    # Under torchrun each rank has a Trainer of its own. Only rank 0's logs and saves.
+    # Under torchrun each rank has its own Trainer. Only the Trainer of rank 0 logs and saves.
 
     def is_world_process_zero(self) -> bool:
         return is_rank_0()
@@ -110,7 +111,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         if is_rank_0():
             super().save_model(output_dir, _internal_call)
 
-    # The model stays on its device until it is evaluated in this process.
+    # _move_model_to_device() does nothing: the model stays on its device until it is evaluated in this
+    # process.
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         pass

@@ -35,14 +35,15 @@ def options_of(optimizer: torch.optim.Optimizer) -> Options:
 
 class StageOptimizers:
     """Makes the optimizer of a stage. It has the class and the parameter groups of the whole model's
-    optimizer; some groups may be empty. Torch's AdamW, Adam and SGD become those of pipedream.optim, which
-    compute the same.
+    optimizer; some groups may be empty. Torch's AdamW, Adam and SGD are replaced by the optimizers of
+    pipedream.optim with the same results.
     """
 
     def __init__(self, whole: torch.optim.Optimizer, model: nn.Module, *, keeps_class: bool = False) -> None:
-        """keeps_class: stages keep torch's own classes, and start with the state of the whole optimizer.
+        """keeps_class: whether stages use torch's own classes, and start with the state of the whole
+        optimizer.
 
-        Raises ValueError for an optimizer with parameters that are not the model's.
+        Raises ValueError for an optimizer with parameters that do not belong to the model.
         """
         named = [*model.named_parameters(remove_duplicate=False)]
         group_of = {id(p): index for index, group in enumerate(whole.param_groups) for p in group["params"]}
@@ -81,8 +82,8 @@ class StageOptimizers:
 
 
 class StageSchedulers:
-    """Makes the scheduler of a stage's optimizer: a copy of the whole one. Such a scheduler only counts steps
-    and multiplies rates of parameter groups.
+    """Makes the scheduler of a stage's optimizer, as a copy of the whole model's scheduler. Such a scheduler
+    only counts steps and multiplies the rates of parameter groups.
     """
 
     def __init__(self, whole: torch.optim.lr_scheduler.LRScheduler) -> None:
