@@ -355,7 +355,8 @@ def test_a_rank_without_arguments_is_a_trainer_by_itself(
     monkeypatch.chdir(tmp_path)
     alone: list[Any] = []
     monkeypatch.setattr("pipedream.integrations.transformers._stand_alone", alone.append)
-    monkeypatch.setattr("pipedream.integrations.transformers.under_torchrun", lambda: True)
+    for module in ("transformers", "asked_plan"):
+        monkeypatch.setattr(f"pipedream.integrations.{module}.under_torchrun", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     trainer = PipelineTrainer(_model("llama"), None)
     assert alone == [trainer.args]
