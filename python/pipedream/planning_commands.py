@@ -1,4 +1,4 @@
-"""The commands that plan, predict and draw: partition, table, simulate, trace. Torch-free."""
+"""Implements the commands that plan, predict and draw: partition, table, simulate, trace. Torch-free."""
 
 from __future__ import annotations
 

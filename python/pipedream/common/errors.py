@@ -1,4 +1,4 @@
-"""The errors that pipedream raises, besides ValueError and TypeError for a wrong argument.
+"""Defines the errors that pipedream raises, besides ValueError and TypeError for a wrong argument.
 
 Each message is one line. This module imports no other module of pipedream, so that all of them may import it.
 """

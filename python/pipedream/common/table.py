@@ -1,4 +1,4 @@
-"""Formats plain-text tables for print(plan) and print(profile), and shows them in a notebook."""
+"""Formats plain-text tables for print(plan) and print(profile), also as HTML for a notebook."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class MinibatchStream(Protocol):
 
     @property
     def larger(self) -> LargerMinibatch | None:
-        """The reason why next() returned None although the data are not over; None if they are."""
+        """The reason why next() returned None although the data are not over; None if the data are over."""
 
     def peek(self) -> tuple[Any, Any]:
         """Returns (inputs, targets) of minibatch 0. Call it before next(). Raises ValueError if there is no

@@ -1,8 +1,8 @@
-"""Batch norm with microbatches. Each microbatch is normalised by its own statistics.
+"""Makes batch norm work with microbatches. Each microbatch is normalised by its own statistics.
 
-If the run cuts a minibatch, the running statistics are updated once per minibatch, as in GPipe, with the mean
-and variance over all of its microbatches (MinibatchStatistics). If the data yield Microbatches, the running
-statistics are updated once per microbatch, as in a plain loop that accumulates gradients.
+If the run cuts a minibatch, the running statistics are updated once per minibatch, as in GPipe. The update
+uses the mean and variance over all of its microbatches (MinibatchStatistics). If the data yield Microbatches,
+the running statistics are updated once per microbatch, as in a plain loop that accumulates gradients.
 
 EvaluatedNorms detects a wrong gradient in a stage whose norms alternate between evaluation and training while
 minibatches are in flight. The backward of a norm in eval mode reads the running statistics again. Torch

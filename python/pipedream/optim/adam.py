@@ -1,4 +1,6 @@
-"""Native Adam, AdamW and NAdamW, which keep two moments per parameter. Used by one thread at a time."""
+"""Implements native Adam, AdamW and NAdamW, which keep two moments per parameter. Used by one thread at a
+time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native stochastic gradient descent. Used by one thread at a time."""
+"""Implements native stochastic gradient descent. Used by one thread at a time."""
 
 from __future__ import annotations
 

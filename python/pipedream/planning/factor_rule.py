@@ -1,4 +1,4 @@
-"""The rule that decides which weights' gradients replicas push as factors (docs/parameter-server.md).
+"""Decides which weights' gradients replicas push as factors (docs/parameter-server.md), by the rule below.
 Planning applies the rule to a profile. A run applies it to its first minibatch (update/factors.py).
 
 A round is the work between two updates of the stage. W is the weight's bytes, F the bytes of one replica's

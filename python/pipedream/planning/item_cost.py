@@ -1,6 +1,6 @@
-"""The time of one work item, which is one forward, backward or update. The time depends on the number of
-microbatches, is longer after the worker has waited, and varies at random. The values never change once built;
-any thread; needs no torch.
+"""Computes the time of one work item, which is one forward, backward or update. The time depends on the
+number of microbatches, is longer after the worker has waited, and varies at random. The values never change
+once built; any thread; needs no torch.
 
 Waking: a core that has idled finds neither the code nor the data of the next item in its caches, and its
 clock may have slowed down. The first item of each kind after a wait pays for that. Some of the cost arises at

@@ -1,4 +1,5 @@
-"""Limits that a plan must keep to: memory, speeds of workers, and stages and replicas that the user fixes.
+"""Defines the limits that a plan must keep to: memory, speeds of workers, and stages and replicas that the
+user fixes.
 
 Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/limited_partition.h).
 """

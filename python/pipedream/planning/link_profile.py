@@ -1,4 +1,5 @@
-"""Bandwidth and latency between every pair of workers, and their file form, pipedream.links/1.
+"""LinkProfile has the bandwidth and latency between every pair of workers. The file form is
+pipedream.links/1.
 
 Workers are ranks. Torch-free; any thread.
 """

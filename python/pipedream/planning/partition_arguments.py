@@ -1,4 +1,4 @@
-"""Checks of partition()'s arguments. Each error is one line. Pure; any thread; needs no torch."""
+"""Checks the arguments of partition(). Each error is one line. Pure; any thread; needs no torch."""
 
 from __future__ import annotations
 

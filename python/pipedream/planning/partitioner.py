@@ -128,9 +128,9 @@ def partition(
         so that shards are whole tensors of unequal sizes, and norms of gradients (max_grad_norm).
     progress: whether a search that takes longer than a second reports its progress on stderr.
 
-    Raises ValueError for fewer than one worker, a bandwidth that is not positive, an unknown cost model or
-    schedule, missing figures, and limits that no plan keeps to. Raises TypeError for arguments of a wrong
-    type.
+    Raises ValueError for fewer than one worker, a bandwidth that is not positive, and an unknown cost model
+    or schedule. Also raises it for missing figures, and if no plan keeps to the limits. Raises TypeError for
+    arguments of a wrong type.
     """
     links = bandwidth if isinstance(bandwidth, LinkProfile) else None
     planned_codec, crossing_codec = split_codec(codec, has_limit=memory is not None)
@@ -327,8 +327,8 @@ class SearchProgress:
             print(_CLEAR_LINE, end="", file=self._file, flush=True)
 
     def advance(self, num_plans: int, plans_max: int, least_ms: float) -> None:
-        """Reports the number of plans seen so far, the most there can be, and the fastest one's milliseconds
-        per minibatch.
+        """Shows the number of plans seen so far, the largest number that may be seen, and the milliseconds
+        per minibatch of the fastest plan.
         """
         now_s = time.monotonic()
         if not self._enabled or now_s < self._next_s:

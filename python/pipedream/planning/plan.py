@@ -71,8 +71,8 @@ class Plan:
     """Stages that cover the layers 0, 1, ... in order, each layer once.
 
     Only `stages` is needed, so that a person can write a plan. Raises ValueError naming the field for stages
-    that overlap, leave gaps or are out of order, for fewer workers than replicas, and for an `in_flight` of
-    the wrong length or one that can deadlock.
+    that overlap, leave gaps or are out of order, and for fewer workers than replicas. Also raises it for an
+    `in_flight` that has the wrong length or can deadlock.
     """
 
     stages: tuple[Stage, ...]
@@ -186,7 +186,9 @@ class Plan:
         return self.workers_used - self.num_spares
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the placement: it cannot be pickled, and is computed again when it is needed."""
+        """Returns the fields without the placement, which cannot be pickled. It is computed again when it is
+        needed.
+        """
         return {name: value for name, value in self.__dict__.items() if name != "placement"}
 
     @functools.cached_property

@@ -1,9 +1,9 @@
 """Predicts the time of a run by simulating the schedule's instruction lists with the stage costs of a
 calibrated plan. Pure; any thread; needs no torch.
 
-A worker has one link for everything that it sends (downstream, upstream and to replicas), and one for
-everything that it receives, as a host has one network interface. For a plan of the paper's cost model the
-prediction is its bottleneck, whatever the schedule.
+A worker sends everything (downstream, upstream and to replicas) over one link, and receives everything over
+another one, as a host has one network interface. For a plan of the paper's cost model the prediction is its
+bottleneck, whatever the schedule.
 
 with_links_hidden() puts more minibatches in flight than the rule of Plan.in_flight gives. It does so if
 a slow link would otherwise leave a stage idle, and the simulator shows a gain that is worth the memory and

@@ -90,7 +90,7 @@ class StatusBoard:
         return int(self._minibatches[rank])
 
     def newest(self) -> int:
-        """The latest minibatch that any worker has begun; -1: none has."""
+        """The latest minibatch that any worker has begun; -1 if no worker has begun one."""
         return max(self._minibatches[: self._num_workers])
 
     def ask_for_stop(self) -> None:
@@ -103,7 +103,7 @@ class StatusBoard:
 
     @property
     def stop_at(self) -> int:
-        """The boundary at which the run ends early; -1: it is not known."""
+        """The boundary at which the run ends early; -1 if it is not known."""
         return self._minibatches[self._stop_at]
 
     @stop_at.setter
