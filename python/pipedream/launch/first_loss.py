@@ -107,7 +107,8 @@ class FirstLoss:
             self.outcome = "incomparable"
 
     def differs(self, board: StatusBoard, folder: Path) -> str | None:
-        """Describes how the workers' figures differ; "" if they do not, None if they are not there yet."""
+        """Describes how the workers' figures differ from the caller's. Returns "" if they agree, None if the
+        workers have not reported them yet."""
         self.compute()
         if self.outcome != "unknown":
             return ""

@@ -233,7 +233,7 @@ def run(
 
 
 def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
-    """Does what run() does, with its other arguments by name."""
+    """Does the work of run(). arguments: all arguments of run() but the first two, by name."""
     data: Iterable[Any] = arguments["data"]
     KeptState.let_go()  # the arguments hold the state from which this run continues
     # This comes before the checks, so that a rank counts its calls even if its arguments have a mistake.
@@ -298,8 +298,8 @@ def _told(
     """Tells the callbacks of the start and the end of the run inside this context.
 
     Yields a function that tells the callbacks of the result, and the options. If the run continues from a
-    checkpoint, the options then have what the callbacks decided before it. Raises the error that a callback
-    has raised."""
+    checkpoint, the options then have the decisions that the callbacks made before it. Raises the error that a
+    callback has raised."""
     if not is_rank_0():
         yield lambda result: None, options
         return

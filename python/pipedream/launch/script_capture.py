@@ -56,7 +56,7 @@ _OBJECTS_MAX = 100_000
 _VALUE_BYTES_MAX = 64 << 20
 """The most bytes of a global that is sent. A larger global is probably made by the import, or belongs to the
 model or data."""
-# Library modules into which scripts put functions of their own. They are always searched.
+# Library modules in which scripts often replace functions. They are always searched.
 _PATCHED = (torch, torch.nn.functional, torch.nn.init)
 _OF_TENSORS = ("_parameters", "_buffers")
 _HOOKS_OF_ALL = (
@@ -426,8 +426,8 @@ def libraries() -> Libraries:
 
 
 def _edited_in_place(folders: list[str]) -> Iterator[Path]:
-    """Yields the folders of editable installations: those in a distribution's direct_url.json, and those in
-    .pth files."""
+    """Yields the folders of editable installations, as named in a distribution's direct_url.json and in .pth
+    files."""
     for found in importlib.metadata.distributions(path=folders):
         with contextlib.suppress(Exception):  # other tools wrote these files, perhaps wrongly
             origin = json.loads(found.read_text("direct_url.json") or "{}")

@@ -104,8 +104,8 @@ def _prepend_to_path(folder: str) -> None:
 
 
 def _parts_of(made: Any) -> dict[Any, Any]:
-    """Returns a mapping's items, or an object's public attributes and those class attributes that run()
-    takes."""
+    """Returns a mapping's items. For an object, returns its public attributes, and the class attributes that
+    are arguments of run()."""
     if isinstance(made, Mapping):
         return dict(made)
     own = [name for name in getattr(made, "__dict__", ()) if not name.startswith("_")]

@@ -183,7 +183,8 @@ class RunChannel:
 
     @property
     def stages(self) -> tuple[int, int] | None:
-        """The stages of sender and receiver if the channel carries activations or gradients; else None."""
+        """The stages of sender and receiver if the channel carries activations or gradients; otherwise
+        None."""
         if self.edge is None or self.edge.kind not in ("activation", "gradient"):
             return None
         return self.edge.from_stage, self.edge.to_stage
@@ -299,8 +300,8 @@ def channels_of_run(
     evaluated: Mapping[int, Boundary] | None = None,
 ) -> list[RunChannel]:
     """Returns all channels of a run: one for each edge of the schedule between two workers, and those for
-    data and weights. Every worker makes the same list, with two exceptions. A worker leaves the tensors
-    empty at cuts that are not its own, and leaves out the caller's channels if it reads no data.
+    data and weights. Every worker makes the same list, with two exceptions. A worker's list has no tensors at
+    cuts between stages of other workers, and no channels of the caller if the worker reads no data.
 
     boundaries: the boundaries of the cuts at this worker's stages, by the stage upstream.
     forwarded: None if the caller forwards nothing, or if this worker reads no data.

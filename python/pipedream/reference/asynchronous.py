@@ -101,7 +101,7 @@ class AsynchronousWeights:
         """For each replica, the sums of its present round."""
 
     def find(self, replica: int, version: int) -> dict[str, Tensor] | None:
-        """Returns the replica's version if it is complete, else None."""
+        """Returns the replica's version if the version is complete, otherwise None."""
         missing = self._num_missing[replica]
         return self._versions[replica][version] if version < len(missing) and missing[version] == 0 else None
 

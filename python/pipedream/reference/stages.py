@@ -161,7 +161,7 @@ class Stage:
 
 
 class ReplicaBuffers:
-    """A stage's buffers for each replica. The module has those of the replica that was used last."""
+    """A stage's buffers for each replica. The module has the buffers of the replica that was used last."""
 
     def __init__(self, module: StageModule, num_replicas: int) -> None:
         self._module = module

@@ -276,7 +276,8 @@ class Trainer:
         targets = to_device(targets, self._device)
         if len(self._stages) > 1:
             # Every worker reads the data for itself, so a first layer that works in place must not change the
-            # caller's data. With one stage a plain loop would change them, too.
+            # caller's data. With one stage the data are not copied, because a plain loop would also change
+            # them.
             value = map_tensors(Tensor.clone, value)
         for stage_index, stage in enumerate(self._stages):
             if stage_index > 0 and self._across_cut is not None:
@@ -404,7 +405,8 @@ class Trainer:
 
 
 def _pieces_of(inputs: Any, targets: Any, num_microbatches: int, minibatch: int) -> list[tuple[Any, Any]]:
-    """Returns (inputs, targets) of each microbatch. Raises ValueError if the two cannot be cut alike."""
+    """Returns (inputs, targets) of each microbatch. Raises ValueError if inputs and targets cannot be cut
+    into the same pieces."""
     count = samples_of(inputs, targets)
     input_pieces, target_pieces = (
         chunk(value, num_microbatches, name=name, minibatch=minibatch, num_samples=count)

@@ -356,8 +356,8 @@ def _train_asynchronously(
 
 
 def _owned_parameters(module: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
-    """Returns (full name, parameter) for the parameters that the stage updates: all that it uses, except
-    those that an earlier stage owns.
+    """Returns (full name, parameter) for the parameters that the stage updates. These are all parameters that
+    it uses, except parameters that an earlier stage owns.
     """
     owner = {id(tie.parameter): tie.stages[0] for tie in ties}
     stage_index = module.stage_index

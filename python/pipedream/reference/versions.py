@@ -186,8 +186,8 @@ class Versions:
         return {(stage_index, i) for i in range(known + 1, self._newest_updated(stage_index, k) + 1)}
 
     def _newest_updated(self, stage_index: int, k: int) -> int:
-        """Returns the newest round that the stage has updated when it forwards microbatch k; -1 if there is
-        none.
+        """Returns the newest round that the stage has updated when it forwards microbatch k; -1 before the
+        first update.
         """
         replicas = self._num_replicas[stage_index]
         own = k // replicas - self._in_flight[stage_index] + 1

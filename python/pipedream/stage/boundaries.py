@@ -11,10 +11,10 @@ N. N is a multiple of the group size, `minibatches_between_drains`.
         stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary N = 5, two in flight:
                              begin       reach           U4 has made version N
 
-A boundary may begin before the one before it is reached. No stage waits for another stage, and no stage looks
-ahead into its data. The last group may be incomplete. A replica without a microbatch of the last group would
-not learn of events at the boundary before that group. So these events are moved to the end of the data. Owned
-by the worker's compute thread.
+A boundary may begin before the previous boundary is reached. No stage waits for another stage, and no stage
+looks ahead into its data. The last group may be incomplete. A replica without a microbatch of the last group
+would not learn of events at the boundary before that group. So these events are moved to the end of the data.
+Owned by the worker's compute thread.
 """
 
 from __future__ import annotations

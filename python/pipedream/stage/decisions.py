@@ -67,12 +67,11 @@ class Stopping:
     boundary.
 
     If stage 0 has replicas, rank 0 names a boundary that no replica has passed. Rank 0 writes the order
-    before its next push. No replica can pass a round without rank 0's push, so each replica reads the order
-    in time."""
+    before its next push. Each replica needs rank 0's push of every round, so it reads the order in time."""
 
     def __init__(self, order: StopOrder, *, decides: bool, lead: int) -> None:
-        """decides: whether this is rank 0. lead: minibatches from the boundary at which rank 0 decides to
-        the one that it names.
+        """decides: whether this is rank 0. lead: minibatches from the boundary at which rank 0 decides to the
+        boundary at which the run ends.
         """
         self._order = order
         self._decides = decides

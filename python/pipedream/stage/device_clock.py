@@ -110,8 +110,8 @@ class DeviceClock:
     def _place(self, item: _Item) -> None:
         began_ns = ended_ns = max(self._anchor_ns, item.recorded_ns)
         if item.begin is not None and item.end is not None:
-            # The clocks of host and device drift apart. Two bounds correct that: no item begins before it
-            # was recorded, and none ends after it was seen to be done.
+            # The clocks of host and device drift apart. Two bounds correct that. An item cannot begin before
+            # it was recorded, and cannot end after it was seen to be done.
             duration_ns = _ns(item.begin, item.end)
             earliest_ns, latest_ns = began_ns, max(self._now_ns() - duration_ns, began_ns)
             began_ns = min(max(self._anchor_ns + _ns(self._anchor, item.begin), earliest_ns), latest_ns)

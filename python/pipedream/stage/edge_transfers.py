@@ -30,7 +30,7 @@ class EdgeTransfers:
         norms: NormExchange | None,
         servers: Mapping[int, ShardClient] | None = None,
     ) -> None:
-        """tied: this worker's tied parameters, by stage. norms: None where the schedule exchanges none.
+        """tied: this worker's tied parameters, by stage. norms: None if the schedule exchanges no norms.
         servers: the shard clients of the stages with replicas, by stage.
         """
         self._tied = tied

@@ -197,7 +197,7 @@ class Evaluations:
         describe: str,
     ) -> None:
         """reader: reads the validation data, at the first and the last stage.
-        measures: at the last stage.
+        measures: collects loss and metrics, at the last stage.
         show: called as show(boundary, samples, figures) for each result at the last stage.
         describe: describes the worker in errors."""
         self.fields = _core.ItemFields()
@@ -297,8 +297,8 @@ class Evaluations:
         self._measures.add(loss, output, batch[0], targets)
 
     def _read(self, work: _core.WorkItem) -> tuple[Any, Any, int] | None:
-        """Returns (inputs, targets, fingerprint) of the minibatch; None if there is none. The first and the
-        last stage read it, and the last one compares the fingerprints."""
+        """Returns (inputs, targets, fingerprint) of the minibatch; None after the last minibatch. The first
+        and the last stage read the data, and the last stage compares the fingerprints."""
         if self._reader is None or work.stage not in (0, self._last):
             return None
         batch = self._user.run("reading validation data", self._reader.next)

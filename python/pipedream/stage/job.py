@@ -90,7 +90,7 @@ class Continued:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """The memory that a worker may use, and the ways in which it needs less."""
+    """The memory that a worker may use, and the options that reduce its memory."""
 
     limit_bytes: int | None = field(metadata=compared("memory", given))
     """The most bytes that this worker may use."""
@@ -138,7 +138,7 @@ class JobOptions:
     call_points: CallPoints = field(default=CallPoints(), metadata=compared("callbacks", repr))
     """The places at which callbacks are called."""
     state: RunState | None = field(default=None, metadata=compared(said=lambda state: state and state.name))
-    """The state of the run that this one goes on from."""
+    """The state of the run that this run continues."""
     validation: Validation | None = field(
         default=None, metadata=compared(said=lambda value: value and value.said())
     )

@@ -130,7 +130,8 @@ class StagePasses:
         return self._user.run("loss_fn", self._call_loss, stashed, output)
 
     def origins_of_nan(self, stashed: Stashed, targets: Any) -> list[str]:
-        """Names the origins of the NaN in a microbatch's loss, after its forward; empty if none is found."""
+        """Returns descriptions of the places where the NaN of a microbatch's loss began; empty if none is
+        found. Call it after the forward."""
         boundary = self._boundary_in
         if boundary is None:
             return []
@@ -227,7 +228,7 @@ class RecomputedPasses(StagePasses):
         self._buffers = BufferMemory(self._stage)
 
     def _forward(self, stashed: Stashed, *, is_next: bool) -> Any:
-        """Runs the forward without a graph, and keeps what the recompute needs."""
+        """Runs the forward without a graph, and stores the values that the recompute needs."""
         # If the first layer works in place, it gets a copy of the input, because the recompute needs the
         # input unchanged.
         in_place = self._works_in_place is not False

@@ -303,7 +303,7 @@ class WorkerLoop:
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
         board = self._place.board
-        # The number of minibatches from one that this replica has microbatches of to the next.
+        # This replica has microbatches in every stride-th minibatch.
         stride = -(-num_replicas // self._options.microbatches)
         show = functools.partial(_show, self._progress, self._data, board, self._replica, stride)
         if board is not None and not self._options.output.progress:

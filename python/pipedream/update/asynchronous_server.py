@@ -1,6 +1,6 @@
-"""One replica's side of a parameter server with asynchronous shards. Each gradient of a replica makes an
-update of its own, as soon as it arrives. The replica that pushed the gradient gets the updated shard back, as
-an answer.
+"""One replica's side of a parameter server with asynchronous shards. Each gradient of a replica makes a
+separate update, as soon as the gradient arrives. The replica that pushed the gradient gets the updated shard
+back, as an answer.
 
     replica q, its part of round j                 the owner of another shard
     SEND push    its gradient, chunk by chunk ---> each chunk: the optimizer's step of this gradient alone
@@ -216,9 +216,9 @@ class AsynchronousServer(ShardClient):
             raise self._failure
 
     def record(self) -> dict[str, Any]:
-        """Returns what the shard has done and the replica has read, after the run. "parts" and "order" are
-        as in report.result.UpdateOrder. "contained" has the fewest and the most gradients in a part, for
-        each of the replica's versions from the first on."""
+        """Returns, after the run, the shard's updates and the versions that this replica has read. "parts"
+        and "order" are as in report.result.UpdateOrder. "contained" has the fewest and the most gradients in
+        a part, for each of the replica's versions from the first on."""
         parts = [
             [(self._names[piece.parameter], piece.first, piece.count) for piece in part.pieces]
             for part in self._parts
@@ -355,8 +355,8 @@ class AsynchronousServer(ShardClient):
 
 
 def _own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | None:
-    """Returns the piece of this replica's gradients; None if the parameter has none. gradients: by parameter,
-    flat."""
+    """Returns the piece's part of this replica's gradients; None if the parameter has no gradient. gradients:
+    by parameter, flat."""
     gradient = gradients[piece.parameter]
     return None if gradient is None else gradient[piece.first : piece.first + piece.count]
 

@@ -220,8 +220,8 @@ class FactorExchange:
         del self._of_rounds[round_index]
 
     def check(self, gradients: Sequence[Tensor | None]) -> None:
-        """Raises PipelineError if a weight has a gradient that no layer has left as factors. That gradient
-        would be lost. gradients: the accumulated ones, by parameter."""
+        """Raises PipelineError if a weight has an accumulated gradient that is not in any layer's factors,
+        because that gradient would be lost. gradients: the accumulated gradients, by parameter."""
         for weight in self._weights:
             if gradients[weight.parameter] is not None:
                 raise PipelineError(

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 RunStep = Callable[[Callable[[], None]], None]
-"""Runs an optimizer's step: timed, measured, and with its errors told."""
+"""Runs an optimizer's step, measures its time and memory, and reports its errors."""
 
 _NORM_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _NORM_ELEMENTS_MAX = 1 << 20  # elements of a bfloat16 gradient that are widened at once
@@ -53,7 +53,7 @@ class GradientFigures(NamedTuple):
     squared_norm: float = 0.0
     overflowed: bool = False
     told: bool = False
-    """Whether activations of the round have told of an overflow upstream (loss_scale.py)."""
+    """Whether activations of the round have reported an overflow upstream (loss_scale.py)."""
 
     def __add__(self, other: object) -> GradientFigures:  # adds figures; a tuple would concatenate
         assert isinstance(other, GradientFigures)
@@ -95,7 +95,8 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 class StageGradients:
-    """The gradients of the parameters that one stage updates: its own, then the tied ones that it owns."""
+    """The gradients of the parameters that one stage updates: its untied parameters, then the tied parameters
+    that it owns."""
 
     takes_means = False
     """Whether take() leaves the unscaled mean of a round's gradients. Otherwise it leaves their sum."""
@@ -119,8 +120,8 @@ class StageGradients:
         return None
 
     def whole_slot(self, newest_slot: int) -> int:
-        """Returns the slot of the newest version that this worker has as a whole. newest_slot: the slot of
-        the newest version of its own part."""
+        """Returns the slot of the newest version of which this worker has all parameters. newest_slot: the
+        slot of the newest version of the parameters that it updates."""
         return newest_slot
 
     def begin_backward(self) -> None:
@@ -257,8 +258,8 @@ def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor
 
 
 def updated_parameters(stage: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
-    """Returns the parameters that the stage's optimizer is called with: its own, then the tied ones that it
-    owns, in the order of StageGradients."""
+    """Returns the parameters that the stage's optimizer gets: the stage's untied parameters, then the tied
+    parameters that it owns. This is the order in StageGradients."""
     own, _ = split_tied(stage, [tie.parameter for tie in ties])
     owned = ties_by_owner(stage.stage_index, ties).get(stage.stage_index, [])
     return [*own, *split_tied(stage, [tie.parameter for tie in owned])[1]]

@@ -52,8 +52,8 @@ class LossScaling:
         """Updates that overflowed. An update is given by the number of the first microbatch that is forwarded
         after it."""
         self._late: list[int] = []
-        """Updates that overflowed in the run before this one and that nobody has been told of. Numbers as in
-        `_skipped`."""
+        """Updates that overflowed in the run before this one, and that no activation has reported. Numbers as
+        in `_skipped`."""
         self._heard_at: list[int] = []
         """Updates that brought a report of an overflow (hear()). Numbers as in `_skipped`. Each counts for
         the first scale that is chosen with that microbatch or a later one."""

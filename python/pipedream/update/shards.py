@@ -102,8 +102,8 @@ class Chunk:
 
 class ShardLayout:
     """The chunks of a stage's parameters, in the order of the slot, and the shard that owns each. The layout
-    is equal at all replicas. Tied parameters have slots of their own; they get chunks as if they lay behind
-    the other parameters. Parameters that every replica updates for itself are in no chunk."""
+    is equal at all replicas. Tied parameters have separate slots; they get chunks as if they lay behind the
+    other parameters. Parameters that every replica updates for itself are in no chunk."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ShardLayout:
         num_spares: int = 0,
     ) -> None:
         """num_tied: number of tied parameters, which are the last ones.
-        shared: positions of the other parameters that each replica updates for itself.
+        shared: positions of the untied parameters that each replica updates for itself.
         num_spares: number of spares. Their shards come after the replicas'."""
         self.whole_tensors = whole_tensors
         self.num_shards = num_replicas + num_spares

@@ -297,7 +297,7 @@ class StageOptimizer:
             )
 
     def _load(self, content: dict[str, Any]) -> None:
-        """Does what load_state_dict() does, without casts. torch's own casts each tensor to the dtype of
+        """Loads a state dict without casts. torch's load_state_dict() would cast each tensor to the dtype of
         its parameter."""
         optimizer = self.optimizer
         assert optimizer is not None
@@ -388,7 +388,7 @@ class StageOptimizer:
         return [float(group["lr"]) for group in groups if "lr" in group]
 
     def scale_rates(self, factor: float) -> None:
-        """Multiplies the learning rates, and the rates from which a scheduler makes the next ones."""
+        """Multiplies the learning rates, and the base rates from which a scheduler computes later rates."""
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             for name in _RATES:
                 if name in group:

@@ -340,7 +340,7 @@ class WeightVersions:
 
 
 class StageWeights:
-    """The versions of a stage's own parameters, and of those tied to other stages."""
+    """The versions of a stage's untied parameters, and of its parameters that are tied to other stages."""
 
     def __init__(
         self,
@@ -411,7 +411,8 @@ class StageWeights:
 def split_tied(
     stage: StageModule, tied: Sequence[nn.Parameter]
 ) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """The stage's trainable parameters: (its own, those among `tied`, in the order of `tied`)."""
+    """Returns the stage's trainable parameters in two lists: (all parameters not in `tied`, the parameters in
+    `tied`, in the order of `tied`)."""
     position = {id(parameter): index for index, parameter in enumerate(tied)}
     named = stage.trainable_parameters()
     own = [(name, parameter) for name, parameter in named if id(parameter) not in position]
@@ -426,8 +427,8 @@ def _move(
     slot: int,
     position: int | None,
 ) -> None:
-    # The leaf stays the same object, so backwards of older graphs still add their gradients to it. Those
-    # graphs keep none of its memory: the hooks in offload.py see to that.
+    # The leaf stays the same object, so backwards of older graphs still add their gradients to it. The hooks
+    # in offload.py make sure that those graphs hold none of the leaf's memory.
     for leaf, view in zip(leaves[slot], nowhere if position is None else views[position], strict=True):
         leaf.data = view
 
@@ -468,8 +469,8 @@ def view_like(slot: Tensor, offset: int, original: Tensor, dtype: torch.dtype | 
         if _is_dense(original)
         else flat.view(original.shape)
     )
-    # .data makes a tensor with a version counter of its own. Plain views share their base's counter, so a
-    # write to one slot would make the backward of a version in another slot fail.
+    # .data makes a tensor with its own version counter. Plain views share their base's counter, so a write to
+    # one slot would make the backward of a version in another slot fail.
     return view.data
 
 

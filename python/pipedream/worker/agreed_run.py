@@ -84,7 +84,8 @@ class AgreedRun:
         return segment_key(name, self.segment_index)
 
     def own_stages(self) -> list[StageModule]:
-        """Returns the stages that this rank trains; none at a spare, and at a rank beyond the plan."""
+        """Returns the stages that this rank trains. The list is empty at a spare, and at a rank beyond the
+        plan."""
         return self.stages_of(self.rank)
 
     @property

@@ -68,8 +68,8 @@ def found_checkpoint(
     """Returns the checkpoint to continue from; None if there is no checkpoint, so that the run begins with
     minibatch 0. Raises ValueError if the checkpoint does not fit the model.
 
-    Makes the folder, if it is missing. Removes incomplete checkpoints of an earlier run from it, and sets
-    aside those that this run would overwrite.
+    Makes the folder, if it is missing. Removes incomplete checkpoints of an earlier run from the folder, and
+    renames checkpoints that this run would overwrite.
 
     group_size: minibatches after which all replicas of the plan have made their updates.
     evaluates_every: Validation's `every`; None without validation."""

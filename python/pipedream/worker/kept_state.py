@@ -163,7 +163,7 @@ def _document_of(
 
 def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
     """Raises ValueError unless the states of all workers fill at most half of the free room in the folder.
-    The rest is left for what the user saves."""
+    The rest of the room is left for files that the user saves."""
     free = shutil.disk_usage(folder).free
     if 2 * num_workers * num_bytes > free:
         raise ValueError(

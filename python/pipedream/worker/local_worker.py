@@ -1,4 +1,5 @@
-"""A local worker's process: reads its part of the run from the folder, trains, and leaves its result there.
+"""A local worker's process reads its part of the run from the folder, trains, and writes its result into the
+folder.
 
 Runs on the main thread of the process. The fork server makes the process. If the caller dies, the process
 dies, too.

@@ -78,7 +78,7 @@ class SaveRequests:
 
 
 def noticed_checkpoints(options: JobOptions) -> Checkpoints | None:
-    """Returns the run's checkpoints if it can write them on notice, else None."""
+    """Returns the run's checkpoints if the run can write checkpoints on notice, otherwise None."""
     return options.checkpoints if options.may_choose_boundaries else None
 
 

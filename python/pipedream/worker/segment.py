@@ -94,7 +94,7 @@ class Segment:
         steered: Steered,
         snapshots: dict[int, StageSnapshot],
     ) -> None:
-        """core: as WorkerLinks made it.
+        """core: the core that WorkerLinks has made.
         residuals: the residuals of the segment before.
         steered: the same object in all segments.
         snapshots: by stage, the state of the run that this run continues; empty if there is none. They are

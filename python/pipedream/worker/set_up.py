@@ -138,8 +138,9 @@ def rehearse_again(
     minibatch: int,
     larger: LargerMinibatch | None,
 ) -> Rehearsed:
-    """Rehearses the partly trained stages for this larger minibatch. Returns what holds for it and for
-    everything rehearsed before. larger: the sizes of the minibatch, if this worker reads data."""
+    """Rehearses the partly trained stages for this larger minibatch. Returns the knowledge that holds for
+    this minibatch and for all earlier rehearsals. larger: the sizes of the minibatch, if this worker reads
+    data."""
     first = _FirstMicrobatch(name=f"minibatch {minibatch}")
     are_apart = bool(run.plan.shapes_apart)
     if larger is not None:

@@ -257,7 +257,7 @@ def _check_spares(stage: int, layout: ShardLayout, num_spares: int) -> None:
 
 
 def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:
-    """Raises ValueError for an optimizer of sparse gradients where replicas exchange dense ones."""
+    """Raises ValueError if the optimizer needs sparse gradients, but replicas exchange dense gradients."""
     num_replicas = run.plan.stages[stage].num_replicas
     if (
         num_replicas > 1
