@@ -1,4 +1,4 @@
-// BoundedQueue: order, the bound, close, and that nothing is lost between threads.
+// Tests BoundedQueue: order, bound, close(), and that no item is lost between threads.
 #include "base/bounded_queue.h"
 
 #include <gtest/gtest.h>

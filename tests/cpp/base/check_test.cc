@@ -1,4 +1,5 @@
-// PD_CHECK: silent when true, aborts with place, condition and values when not.
+// Tests PD_CHECK: it does nothing if the condition is true, and otherwise aborts with place, condition and
+// values.
 #include "base/check.h"
 
 #include <gtest/gtest.h>

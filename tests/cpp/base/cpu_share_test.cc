@@ -1,4 +1,4 @@
-// A thread comes back to its own CPUs, and may run on all others as before.
+// Tests that a thread comes back to its preferred CPUs, and may still run on all other CPUs.
 #include "base/cpu_share.h"
 
 #include <gtest/gtest.h>

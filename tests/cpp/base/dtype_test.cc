@@ -1,4 +1,4 @@
-// Element types: sizes and names are torch's, codes are part of the wire format.
+// Tests element types: sizes and names are those of torch, and codes are part of the wire format.
 #include "base/dtype.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Result and Failure: the world's failures travel as values.
+// Tests Result and Failure, which pass on failures of the outside world as values.
 #include "base/failure.h"
 
 #include <gtest/gtest.h>

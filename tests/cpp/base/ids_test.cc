@@ -1,4 +1,4 @@
-// Ids: one type per meaning, ordered, hashable, and as small as the integer they carry.
+// Tests identifiers: each kind is a type of its own, ordered, hashable, and as small as the integer inside.
 #include "base/ids.h"
 
 #include <gtest/gtest.h>

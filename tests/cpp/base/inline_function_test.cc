@@ -1,4 +1,4 @@
-// InlineFunction: its captures move with it and are destroyed once.
+// Tests that the captures of an InlineFunction move with it and are destroyed once.
 #include "base/inline_function.h"
 
 #include <gtest/gtest.h>

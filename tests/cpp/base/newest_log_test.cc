@@ -1,4 +1,4 @@
-// NewestLog: which items are kept, and in which order.
+// Tests which items a NewestLog keeps, and in which order.
 #include "base/newest_log.h"
 
 #include <gtest/gtest.h>

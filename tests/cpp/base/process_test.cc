@@ -39,8 +39,8 @@ TEST(HomeProcess, OfAChildIsNotItsChild) {
   EXPECT_EQ(status, 2);
 }
 
-// The last forked process calls die_with_parent() after its parent has ended. If it lived on, it would say
-// so.
+// The last forked process calls die_with_parent() after its parent has ended. If that process lived on, it
+// would report so.
 TEST(DieWithParent, ProcessWhoseParentHasEndedEnds) {
   std::array<int, 2> pipe{};
   ASSERT_EQ(::pipe(pipe.data()), 0);

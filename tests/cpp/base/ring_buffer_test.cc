@@ -1,4 +1,4 @@
-// RingBuffer: order around the ring's end, the bound, and when items die.
+// Tests RingBuffer: the order of items around the ring's end, the bound, and when items are destroyed.
 #include "base/ring_buffer.h"
 
 #include <gtest/gtest.h>

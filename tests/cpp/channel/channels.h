@@ -1,4 +1,4 @@
-// A channel for the tests of this folder: both ends in one process, on any data path.
+// Makes a channel for the tests of this folder. Both ends are in one process, on any data path.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -80,7 +80,7 @@ inline OutgoingFrame grant_frame(std::uint16_t slot) {
   return frame;
 }
 
-// Both ends of one channel in one process, and the pool under both.
+// Both ends of one channel in one process, and the pool from which both get memory.
 class ChannelPair : public testing::Test {
  protected:
   struct Sizes {
@@ -94,7 +94,8 @@ class ChannelPair : public testing::Test {
     std::int64_t num_residuals = 1;
   };
 
-  // Skips the test if the transport is not available. Called before everything else.
+  // Chooses transport and data path; skips the test if the transport is not available. Called before all
+  // other functions.
   void take_data_path(const std::string& transport, DataPath data_path) {
     transport_ = transport;
     data_path_ = data_path;
@@ -115,7 +116,7 @@ class ChannelPair : public testing::Test {
     sender_wakeup_.drive_while_waiting(*sending_);
     receiver_wakeup_.drive_while_waiting(*receiving_);
   }
-  // Makes the wakeup anew, because a failure stays in it for good.
+  // Replaces the wakeup by a new one, because a failure stays in it for good.
   static void renew(Wakeup& wakeup) {
     std::destroy_at(&wakeup);
     std::construct_at(&wakeup);
@@ -236,7 +237,8 @@ class ChannelPair : public testing::Test {
   }
 
   static Deadline patience() { return Clock::now() + kPatience; }
-  // A deadline for something that must not come. It is short, because it only judges an absence.
+  // A deadline for waits in which nothing may arrive. It is short, because such a wait always lasts until its
+  // deadline.
   static Deadline moment() { return Clock::now() + std::chrono::milliseconds(30); }
 
   void send(std::int64_t minibatch, const std::shared_ptr<Content>& content, const ItemFields& fields = {}) {
@@ -284,7 +286,7 @@ class ChannelPair : public testing::Test {
     if (taken && item.ready != nullptr && !on_device()) item.ready->wait();
     return taken;
   }
-  // Takes the next item; an invalid one if none comes.
+  // Takes the next item; returns an invalid item if no item comes.
   [[nodiscard]] ReceivedItem take() {
     ReceivedItem item;
     EXPECT_TRUE(take(item, patience())) << failure_text(receiver_wakeup_);
@@ -313,7 +315,7 @@ class ChannelPair : public testing::Test {
     return failure ? *failure : Failure{FailureKind::kClosed, "no failure came"};
   }
 
-  // Polls, because after a failure a release wakes nobody.
+  // This polls, because a release after a failure wakes no thread.
   void wait_until_none_is_unreleased() {
     const Deadline deadline = patience();
     while (sender_->num_unreleased() > 0 && Clock::now() < deadline) std::this_thread::yield();

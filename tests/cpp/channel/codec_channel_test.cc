@@ -1,5 +1,5 @@
-// Channels whose float tensors travel encoded. The receiver gets the tensors as the codec changes them, and
-// refuses bytes that no codec could have made.
+// Tests channels whose float tensors are encoded. The receiver gets the tensors as the codec changes them,
+// and refuses bytes that no codec could have made.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -46,8 +46,8 @@ std::shared_ptr<Content> joined(const std::vector<std::shared_ptr<Content>>& par
   return content;
 }
 
-// The tensor's bytes after encoding and decoding. residual: the values not sent so far, as the sender keeps
-// them.
+// The tensor's bytes after encoding and decoding. residual: the values not sent so far, in the form in which
+// the sender keeps them.
 std::vector<std::byte> through(const Codec& codec, const TensorView& tensor,
                                std::vector<std::byte>& residual) {
   std::vector<std::byte> decoded(tensor.size_bytes());

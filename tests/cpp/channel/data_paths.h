@@ -1,4 +1,4 @@
-// The ways in which an item's bytes travel, for the channel tests.
+// Lists the ways in which an item's bytes travel, for the channel tests.
 #pragma once
 
 #include <memory>
@@ -43,7 +43,7 @@ inline bool is_placed(DataPath data_path) {
          data_path != DataPath::kDeviceStaged && data_path != DataPath::kCudaStaged;
 }
 
-// The paths. If CUDA is available, the paths of hostile devices are there on CUDA, too.
+// Returns the paths. If CUDA is available, each path on hostile devices is repeated on CUDA.
 inline std::vector<DataPath> with_cuda(std::vector<DataPath> data_paths) {
   if (!cuda_available()) return data_paths;
   constexpr int kFromHostileToCuda =
@@ -88,7 +88,7 @@ inline std::string data_path_name(DataPath data_path) {
   PD_CHECK(false, "data_path " << static_cast<int>(data_path));
 }
 
-// Shared memory that a pool term has for itself. Host memory is pinned for the device, as Worker does it.
+// Shared memory for one pool term. Host memory is pinned for the device, as in Worker.
 class SharedTerm final : public Memory {
  public:
   SharedTerm(Device& device, std::unique_ptr<SharedMemory> memory)

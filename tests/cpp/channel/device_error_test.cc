@@ -1,6 +1,6 @@
-// If the device refuses a call, or cannot do it after an error, the end of the channel that made the call
-// fails with the device's message. The process goes on, and all slots and tensors are given back. A child of
-// fork() gives nothing back, because it has neither the streams nor the slots.
+// Tests channels whose device refuses a call, or cannot do it after an error. The end of the channel that
+// made the call fails with the device's message. The process goes on, and all slots and tensors are given
+// back. A child of fork() gives nothing back, because it has neither the streams nor the slots.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -49,7 +49,7 @@ class DeviceErrors : public ChannelPair,
     return !is_on_cuda(data_path_);
 #endif
   }
-  // Makes a copy fail, or the call after so many others of any kind, and everything after it.
+  // Makes a copy fail, or the call after so many other calls of any kind. All later calls fail as well.
   void fail_copy() { fail_call("copy", "cudaMemcpyAsync", 0); }
   void fail_any_call(int num_calls_before) { fail_call("", "", num_calls_before); }
   void fail_call(const char* call, [[maybe_unused]] const char* cuda_call, int num_calls_before) {
@@ -107,7 +107,8 @@ TEST_P(DeviceErrors, OfAnItemThatIsDroppedIsTheReceivers) {
   expect_all_given_back();
 }
 
-// Callbacks of the dropped work never come, so a thread that waited for them would wait for good.
+// The device drops enqueued work, whose callbacks then never run. A thread that waited for these callbacks
+// would wait for ever.
 TEST_P(DeviceErrors, OfTheContextLeavesNothingBehindOfWhatWasEnqueued) {
   make_channels(one_tensor_spec(), {.num_slots = 2});
   const std::unique_ptr<Memory> read_late = pinned(std::vector<std::byte>(3000));

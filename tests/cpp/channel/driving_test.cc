@@ -1,5 +1,5 @@
-// The threads at both ends of a channel drive the transport if no other thread does. If another one does,
-// nothing is lost.
+// Tests that the threads at both ends of a channel drive the transport if no other thread does, and that
+// nothing is lost if another thread drives.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -19,7 +19,8 @@ class ChannelDriving : public ChannelPair, public testing::WithParamInterface<Dr
   [[nodiscard]] DataPath data_path() const { return std::get<1>(GetParam()); }
 };
 
-// Tries again until no other thread drives. If one does, the item leaves on that thread, a little later.
+// Tries again until no other thread drives. While another thread drives, that thread sends the item a little
+// later.
 TEST_P(ChannelDriving, ItemOfAFreeSenderHasLeftWhenSendReturns) {
   if (staged() || on_device()) GTEST_SKIP() << "it leaves when the copy stream has copied it";
   make_channels(one_tensor_spec(), {});

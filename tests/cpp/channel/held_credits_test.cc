@@ -64,7 +64,8 @@ TEST(HeldCredits, WaitForEachOtherWhileTheSenderHasHalfOfThem) {
 }
 
 // A stream of small items over tcp was once a third slower with held credits. The sender had filled all its
-// slots, but the receiver had seen only half of the items, and took the sender to have enough slots.
+// slots. But the receiver had seen only half of the items, and assumed that the sender still had enough
+// slots.
 TEST(HeldCredits, LeaveAtOnceWhileTheSenderSaysThatItHasNone) {
   HeldCredits credits = with_slots(8);
   static_cast<void>(told(credits));
@@ -107,7 +108,7 @@ TEST(HeldCreditsDeathTest, ASlotThatWasNotToldIsNotFilled) {
   EXPECT_DEATH(credits.note_filled(0, /*was_last=*/false), "not granted");
 }
 
-// In whatever order items are sent, taken and dropped, a sender always gets a slot in the end.
+// A sender always gets a slot in the end, whatever the order in which items are sent, taken and dropped.
 TEST(HeldCredits, SenderNeverStarves) {
   std::mt19937 random(7);
   for (std::size_t num_slots = 1; num_slots <= 20; ++num_slots) {

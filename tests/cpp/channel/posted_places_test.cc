@@ -1,5 +1,5 @@
-// Items land at the places that the receiver has posted: over each transport, by the wire and by shared
-// memory.
+// Tests that items land at the places that the receiver has posted, over each transport, by the wire and by
+// shared memory.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -19,7 +19,7 @@ constexpr std::byte kUntouched{0x5A};
 
 std::vector<std::byte> copy_of(std::span<const std::byte> bytes) { return {bytes.begin(), bytes.end()}; }
 
-// A channel whose receiver has no slots, and memory like that of weight versions.
+// A channel whose receiver has no slots but posts places in its memory, as for weight versions.
 class PostedChannels : public ChannelPair,
                        public testing::WithParamInterface<std::tuple<std::string, DataPath>> {
  protected:

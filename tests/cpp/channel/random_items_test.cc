@@ -1,4 +1,5 @@
-// Items with random dtypes, shapes and sizes on every data path, from two threads at their own pace.
+// Tests items with random dtypes, shapes and sizes on every data path. Sender and receiver are two threads,
+// each at its own pace.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -28,7 +29,7 @@ class RandomItems : public ChannelPair,
 
   [[nodiscard]] std::size_t random_below(std::size_t bound) { return random_() % bound; }
 
-  // Specs of so many tensors, of any dtype. Most are small, and one in eight has some MiB.
+  // The specs of num_tensors tensors of any dtype. Most are small, and one in eight has several MiB.
   ItemSpec random_spec(std::size_t num_tensors) {
     std::vector<TensorSpec> tensors;
     for (std::size_t tensor = 0; tensor < num_tensors; ++tensor) {
@@ -40,8 +41,8 @@ class RandomItems : public ChannelPair,
     }
     return ItemSpec(tensors);
   }
-  // A random shape within the spec. The last dimension has all elements, or half of an even number; then the
-  // first dimension is 2. All others are 1.
+  // A random shape within the spec. The last dimension has all elements, or half of them if their number is
+  // even; then the first dimension is 2. All other dimensions are 1.
   std::vector<std::int64_t> random_shape(const TensorSpec& tensor) {
     std::vector<std::int64_t> shape(tensor.num_dims, 1);
     if (shape.empty()) return shape;
@@ -139,7 +140,7 @@ TEST_P(RandomItems, LargeItemsArriveWhileTheChunkSizeIsMeasured) {
   const ChannelStats stats = sender_->stats();
   EXPECT_EQ(std::count(kChunkBytesTried.begin(), kChunkBytesTried.end(), stats.chunk_bytes), 1)
       << stats.chunk_bytes;
-  // Three of each size, then two of the one that was chosen; what is placed is not cut so small.
+  // There are three items of each chunk size, then two of the chosen size. Placed items have larger chunks.
   std::uint64_t num_chunks = 0;
   const auto chunks_of = [](std::size_t chunk_bytes) { return (kNumBytes + chunk_bytes - 1) / chunk_bytes; };
   for (const std::size_t tried : kChunkBytesTried) num_chunks += 3 * chunks_of(tried);

@@ -1,5 +1,5 @@
-// A received item may be read on several streams. Its slot is written again, or granted, only when all of
-// them are done.
+// Tests received items that are read on several streams. An item's slot is written again, or granted, only
+// when all these streams have finished reading.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -20,12 +20,12 @@ class Readers : public ChannelPair, public testing::WithParamInterface<std::tupl
     PD_SKIP_WITHOUT_GATES(*device_);
   }
 
-  // The stream on which the test's threads compute; 0 for the compute stream.
+  // The stream on which the test's threads compute; 0 if it is the compute stream.
   std::uintptr_t current_stream_ = 0;
 };
 
-// A layer that computes on a stream of its own has its backward there, too. The tensor that the layer saved
-// dies on autograd's thread while that stream is current.
+// A layer that computes on a stream of its own also has its backward on that stream. The tensor that the
+// layer saved dies on autograd's thread while that stream is current.
 TEST_P(Readers, OfAStreamBesideTheComputeStreamAreWaitedFor) {
   constexpr std::uintptr_t kSide = 7;
   side_stream_ = [this]() -> std::unique_ptr<Stream> {

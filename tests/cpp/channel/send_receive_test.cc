@@ -1,5 +1,5 @@
-// Both ends of a channel, over every transport and on every data path (data_paths.h). Items are staged, as on
-// a device whose memory the wire cannot read, or placed, as on one host.
+// Tests both ends of a channel, over every transport and on every data path (data_paths.h). Items are staged,
+// as on a device whose memory the wire cannot read, or placed, as on one host.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -227,7 +227,7 @@ TEST_P(StagedChannels, StagingBufferIsKeptUntilItsCopyIsDoneThoughTheItemIsGone)
 }
 
 // Two threads drop two items. In between, one slot is granted with the staging buffer of the other slot. The
-// copy into the slot waits for the slot's own readers, not for those of the other slot.
+// copy into the slot waits for the slot's own readers, and not for the readers of the other slot.
 TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets) {
   const Sizes sizes{.num_slots = 2};
   make_receiver_terms(one_tensor_spec(), sizes);
@@ -345,7 +345,7 @@ TEST_P(CopyingChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
   std::latch pumped(1);
   sending_->post([&] { pumped.count_down(); });
   pumped.wait();
-  // Waits until the copy has a staging buffer, if the data path has those.
+  // Waits until the copy has a staging buffer, if the data path has staging buffers.
   if (staged()) {
     const std::int64_t num_left = placed() ? 2 : 1;
     const Deadline deadline = patience();
@@ -392,7 +392,8 @@ TEST_P(Channels, TensorsThatAreNotAsPlannedAreTheSendersMistake) {
 struct Break {
   const char* name;
   const char* what;
-  // Two tensors of at most 4096 and 64 bytes are planned; one whole item, minibatch 0, has come before.
+  // Changes the header. The plan has two tensors of at most 4096 and 64 bytes. One whole item, minibatch 0,
+  // has come before.
   std::function<void(FrameHeader&)> change;
 };
 
@@ -440,7 +441,7 @@ const std::vector<Break>& breaks() {
       {"SlotNotGranted", "an item in slot 2, which was not granted", [](FrameHeader& h) { h.slot = 2; }},
       {"SlotFarAway", "an item in slot 65535, which was not granted", [](FrameHeader& h) { h.slot = 65535; }},
       {"SlotThatIsFull", "an item in slot 0, which was not granted", [](FrameHeader& h) { h.slot = 0; }},
-      // Nobody has opened the memory, shared or not: the sender is a bare link.
+      // The memory counts as not shared, because the sender is a bare link and has not opened it.
       {"Placed", "tensor 0 is placed in memory that is not shared",
        [](FrameHeader& h) { h.placed_bytes = std::exchange(h.payload_bytes, 0); }},
   };
@@ -456,7 +457,7 @@ class BrokenSender : public Channels {
     make_bare_sender();
   }
 
-  // The whole first tensor of minibatch 1, as it should come.
+  // The correct header of the next frame, with the whole first tensor of minibatch 1.
   static FrameHeader good_header(std::int64_t minibatch = 1) {
     FrameHeader header;
     header.kind = FrameKind::kTensor;

@@ -1,5 +1,5 @@
-// In the steady state two workers exchange items without a call of the allocator, by any thread: the compute
-// threads, the transport threads, the copy streams.
+// Tests that in the steady state two workers exchange items without a call of the allocator on any thread:
+// the compute threads, the transport threads and the copy streams.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -53,7 +53,7 @@ struct Tensors {
   std::vector<TensorView> views;
 };
 
-// One worker: a channel in, a channel out, over its own transport.
+// One worker with a receiving and a sending channel over its own transport.
 class Peer {
  public:
   Peer(const std::string& transport, DataPath data_path, const Codec& codec)
@@ -141,7 +141,7 @@ class Peer {
     ASSERT_TRUE(sender_->wait_until_sent(patience()));
     const std::vector<SentTransfer> sent = sender_->transfers();
     ASSERT_EQ(sent.size(), kNumTransfersKept);
-    // An item that was released late may have the place of the next one.
+    // The oldest record may be of an earlier item, because that item was released late.
     EXPECT_GE(sent.front().minibatch, MinibatchId(first - kNumInFlight));
     EXPECT_EQ(sent.back().minibatch, MinibatchId(num_items - 1));
   }

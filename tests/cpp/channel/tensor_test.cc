@@ -1,4 +1,5 @@
-// Tensors that may cross a boundary: their sizes, their offsets, and the error for one that does not fit.
+// Tests the tensors that may cross a boundary: their sizes, their offsets, and the error for a tensor that
+// does not fit.
 #include "channel/tensor.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The times of a channel's transfers, as both ends keep them.
+// Tests the times of a channel's transfers that both ends record.
 #include "channel/transfer.h"
 
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
-// The codecs on the host. Decoded values are within the bound of error that each codec promises. topk chooses
-// the elements that a sort would choose, and its residual loses nothing. All instruction sets give the same
-// bytes.
+// Tests the codecs on the host. Decoded values are within the bound of error that each codec promises. topk
+// chooses the elements that a sort would choose, and its residual loses nothing. All instruction sets give
+// the same bytes.
 #include "codec/codec.h"
 
 #include <gtest/gtest.h>
@@ -203,7 +203,7 @@ std::vector<T> finite_magnitudes(const char* name) {
 template <class T>
 void expect_nearest_even(const char* name, const std::vector<T>& values) {
   std::vector<double> magnitudes = finite_magnitudes<double>(name);
-  // The number that would follow the largest one is infinite.
+  // The number after the largest magnitude stands for infinity.
   magnitudes.push_back(2 * magnitudes.back() - magnitudes[magnitudes.size() - 2]);
   Encoding<T> encoding(codec_from_name(name), values.size());
   encoding.encode(values);
@@ -393,7 +393,7 @@ TYPED_TEST(CodecOf, TopKOfEveryMagnitudeAndOfSpecialsChoosesWhatASortDoes) {
     Encoding<TypeParam> encoding({CodecKind::kTopK, share}, values.size());
     encoding.encode(values);
     ASSERT_EQ(encoding.indices(), largest_by_sort(values, encoding.num_entries()));
-    // There are more of these than are sent, and all are equal.
+    // These elements are all equal, and there are more of them than are sent.
     for (std::size_t i = 3; i < values.size(); i += 3) {
       const TypeParam specials[] = {kInfinity<TypeParam>, kNan<TypeParam>, -kNan<TypeParam>,
                                     -kInfinity<TypeParam>};
@@ -597,7 +597,8 @@ class CodecOfHalf : public testing::Test {
     for (float& value : values) value = distribution(generator_);
     return halves(values);
   }
-  // Every code of the format, with denormals and both zeros. with_specials: infinities and NaNs, too.
+  // Every code of the format, with denormals and both zeros. with_specials: whether infinities and NaNs are
+  // included.
   std::vector<T> all_codes(bool with_specials) {
     std::vector<T> codes;
     for (unsigned code = 0; code < 0x10000U; ++code) {

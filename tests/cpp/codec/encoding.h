@@ -1,5 +1,5 @@
-// A tensor with its encoding and its residual in host memory, for the tests of the codecs, and the oracle of
-// topk.
+// Holds a tensor with its encoding and its residual in host memory, for the tests of the codecs. Also has a
+// simple topk to which the tests compare the codec.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// One contract for every backend: a stream encodes to the same bytes as the host, in the order of the stream.
-// The host is always tested, CUDA if there is a device.
+// Tests that every backend encodes to the same bytes as the host, in the order of the stream. The host is
+// always tested, and CUDA if there is a device.
 #include "codec/stream_codec.h"
 
 #include <gtest/gtest.h>
@@ -34,7 +34,7 @@ constexpr std::size_t kSizes[] = {0, 1, 2, 3, 255, 256, 257, 1000, kNumMany};
 #else
 constexpr bool kTakesLong = false;
 constexpr std::size_t kNumMany = 70'001;
-// In the last one topk's parts have two rows of a block each, and some parts have none.
+// With the last size, most parts of topk have two rows of a block, and some parts are empty.
 constexpr std::size_t kSizes[] = {0, 1, 2, 3, 255, 256, 257, 1000, kNumMany, 263'001};
 #endif
 const char* const kCodecNames[] = {"none", "bf16", "fp16", "int8", "topk:0.01", "topk:0.3", "topk:1"};
@@ -185,7 +185,7 @@ TEST_P(StreamCodecContract, GivesTheHostsBytesOfEveryMagnitudeAndOfSpecials) {
   }
 }
 
-// There are more infinities and NaNs than are sent. The residual forgets the others, too.
+// There are more infinities and NaNs than are sent. The residual also drops those that are not sent.
 TEST_P(StreamCodecContract, TopKForgetsWhatIsNotFiniteAsTheHostDoes) {
   auto values = normal_values<double>(kNumMany);
   for (std::size_t i = 0; i < values.size(); i += 3) {
@@ -323,7 +323,8 @@ TEST_P(StreamCodecContract, KernelsAreLoadedBeforeTheFirstItem) {
   EXPECT_EQ(cuda_stub::num_late_loads(), num_before);
 }
 
-// A launch costs the thread that drives the transport 2 to 4 us, and the device a gap.
+// The number of launches matters: each takes the thread that drives the transport 2 to 4 us, and makes a gap
+// on the device.
 TEST_P(StreamCodecContract, TopKIsOneLaunchForEachDigitAndTwo) {
   if (GetParam() == DeviceType::kHost) GTEST_SKIP() << "the host launches nothing";
   const auto num_launches = [&]<class T>(const std::vector<T>& values) {

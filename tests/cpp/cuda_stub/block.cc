@@ -1,8 +1,8 @@
 // Runs the CUDA threads of a block. A kernel without barriers runs as a loop on one fiber; only a thread that
-// waits keeps a fiber of its own. A thread that waits switches to the next thread that can run, without a
-// scheduler in between. Threads begin, and go on behind a barrier, in a new order each time: upwards or
-// downwards from any thread. With a single order a kernel that lacks a barrier could still give the right
-// bytes. The orders are the same in each run of a test.
+// waits keeps a fiber of its own. A thread that waits switches directly to the next thread that can run,
+// without a scheduler. Each time the threads begin, or go on after a barrier, they run in a new order:
+// upwards or downwards from some thread. With a single order a kernel that lacks a barrier could still give
+// the right bytes. The orders are the same in each run of a test.
 #include "cuda_stub/block.h"
 
 #include <array>
@@ -151,8 +151,8 @@ class Block {
     give_up("a thread waits that does not run");
   }
 
-  // The thread to run next: one whose barrier is complete, or one that has not begun. Null if all wait or are
-  // done.
+  // The thread to run next: a thread whose barrier is complete, or a thread that has not begun. Null if all
+  // threads wait or are done.
   Worker* next_worker() {
     if (!released_.empty()) {
       const unsigned thread = released_.back();

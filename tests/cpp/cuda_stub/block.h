@@ -1,5 +1,5 @@
-// Runs the CUDA threads of one block, each on a fiber once it waits for others. One block at a time in the
-// process.
+// Runs the CUDA threads of one block. A thread that waits for others gets its own fiber. Only one block runs
+// at a time in the process.
 #pragma once
 
 #include <functional>

@@ -1,5 +1,5 @@
-// A CUDA runtime on the host, under the real sources of csrc/*/cuda. This header has the functions by which
-// tests control it.
+// The tests' own CUDA runtime, which runs the real sources of csrc/*/cuda on the host. This header has the
+// functions by which tests control it.
 //
 //   streams      are threads. Every operation is asynchronous, with random delays
 //   kernels      are C++, with a fiber per CUDA thread (kernel_launch.h)
@@ -25,8 +25,8 @@ namespace cuda_stub {
 
 constexpr int kNumDevices = 2;
 
-// Makes one call of this name fail, after num_calls_before others of that name. "": calls of any name.
-// ends_context: all calls after it fail, too.
+// Makes one call of this name fail, after num_calls_before other calls of the same name. "" stands for any
+// name. ends_context: whether all later calls fail as well.
 void fail(const std::string& call, cudaError_t error, int num_calls_before = 0, bool ends_context = false);
 // Ends the context, as if a kernel of another library had failed.
 void end_context(cudaError_t error);
@@ -59,8 +59,8 @@ void set_driver_version(int version);
 
 // The number of calls of a function of the runtime.
 std::uint64_t num_calls(const std::string& call);
-// The number of kernels that only their first launch has loaded. On a real device that waits for all enqueued
-// work.
+// The number of kernels that were loaded only by their first launch. On a real device such a launch waits for
+// all enqueued work.
 std::uint64_t num_late_loads();
 // The number of events for which a thread waited without sleeping.
 std::uint64_t num_spins();

@@ -33,9 +33,9 @@
 #endif
 
 #if defined(__x86_64__)
-// Saves the registers that a function must keep, and the stack pointer, and goes on where the other fiber did
-// so. It jumps instead of returning, because a CPU predicts that ret returns from the last call, which was on
-// another stack.
+// Saves the registers that a function must keep, and the stack pointer, and goes on where the other fiber has
+// saved its own. It jumps instead of returning, because a CPU predicts that ret returns from the last call,
+// which was on another stack.
 extern "C" void pd_switch_stacks(void** from, void* to);
 asm(R"(
 .text

@@ -1,5 +1,6 @@
-// Fibers: a switch of stacks on one thread, for the CUDA threads of a block. Not for other use: a fiber ends
-// only with the process. AddressSanitizer and ThreadSanitizer are told of every switch.
+// Implements fibers, which switch stacks on one thread, for the CUDA threads of a block. They are for no
+// other use, because a fiber ends only with the process. AddressSanitizer and ThreadSanitizer are told of
+// every switch.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,9 @@
-// The parts of CUDA's language that this project's .cu files use, in C++: built-in variables, barriers,
-// warps, and a launch.
+// Implements in C++ the parts of CUDA's language that this project's .cu files use: built-in variables,
+// barriers, warps, and launches.
 //
 // One block runs at a time in the process, so a __shared__ variable is a static one. A CUDA thread that
-// reaches a barrier is parked on its fiber until the others of its block, or of its warp, are there, too.
+// reaches a barrier waits on its fiber until all threads of its block, or of its warp, have reached the
+// barrier.
 #pragma once
 
 #include <cuda_runtime_api.h>

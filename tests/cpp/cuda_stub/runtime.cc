@@ -1,5 +1,5 @@
-// The functions of cuda_runtime_api.h. One mutex guards all state except the bytes that operations work on.
-// Operations run without the mutex; each stream has a thread, which runs its operations in order.
+// Implements the functions of cuda_runtime_api.h. One mutex guards all state except the bytes that operations
+// work on. Operations run without the mutex; each stream has a thread, which runs its operations in order.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
@@ -205,8 +205,8 @@ cudaError_t enter(Lock& lock, const char* call, bool ends_captures = false) {
   return failed(fault.error);
 }
 
-// Begins a call that gives something back. After an error of the context it is still given back, as at the
-// end of the process, and the call returns the error.
+// Begins a call that frees something. After an error of the context the call still frees it, because a
+// process must be able to end, and returns the error.
 #define PD_ENTER_TO_GIVE_BACK(...)                                              \
   Driver& all = driver();                                                       \
   Lock lock(all.mutex);                                                         \

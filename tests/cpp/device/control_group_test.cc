@@ -1,4 +1,5 @@
-// The memory that control groups leave: limit minus use, the least of nested groups, in versions 1 and 2.
+// Tests the memory that control groups still allow: limit minus use, and the least value of nested groups, in
+// versions 1 and 2.
 #include "device/host/control_group.h"
 
 #include <gtest/gtest.h>
@@ -98,7 +99,8 @@ TEST_F(ControlGroup, VersionOneIsReadWhereItsMemoryControllerIsMounted) {
 }
 
 TEST_F(ControlGroup, AContainerThatSeesItsOwnGroupAloneReadsThatAtTheMountPoint) {
-  // Docker without a control group namespace: the group's path is that on the host, but the mount is not.
+  // In Docker without a control group namespace the group's path is the path on the host, but the mount shows
+  // only the container's group.
   write("/proc/self/cgroup", "4:memory:/docker/1234/inner\n");
   write("/proc/self/mountinfo",
         "35 31 0:32 /docker/1234 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n");

@@ -1,5 +1,5 @@
-// The tests' own CUDA runtime (cuda_stub/cuda_stub.h) has CUDA's semantics as far as this project depends on
-// them. It ends the process where CUDA would corrupt memory or hang.
+// Tests that the tests' own CUDA runtime (cuda_stub/cuda_stub.h) behaves like CUDA as far as this project
+// depends on it. It ends the process where CUDA would corrupt memory or hang.
 #if defined(PD_CUDA_STUB)
 #include "cuda_stub/cuda_stub.h"
 
@@ -274,7 +274,7 @@ TEST_F(CudaStub, AnEventOfTheDeviceIsTakenAgainAndHasNothingOfItsFormerUser) {
   EXPECT_TRUE(event->done());
 }
 
-// A waiting thread would take a core from the one that drives the transport.
+// A thread that waited without sleeping would take a core from the thread that drives the transport.
 TEST_F(CudaStub, WhoWaitsForAnEventOfTheDeviceSleeps) {
   const auto device = make_cuda_device(0);
   const auto stream = device->make_stream();

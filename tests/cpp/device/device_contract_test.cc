@@ -1,10 +1,10 @@
-// One contract for every backend: the host, CUDA if there is a device, and the tests' hostile device
-// (support/hostile_device.h). host_stream_test.cc, host_memory_test.cc and hostile_device_test.cc test what a
-// backend promises beyond the contract.
+// Tests what device.h promises, for every backend: the host, CUDA if there is a device, and the tests'
+// hostile device (support/hostile_device.h). host_stream_test.cc, host_memory_test.cc and
+// hostile_device_test.cc test further promises of single backends.
 //
 // Order is proved with gates, never with time. A gate is a call() that holds its stream until the test opens
-// it. Only one gate is closed at a time, and no other call() must run meanwhile, because CUDA may run the
-// host functions of all streams on one thread.
+// the gate. Only one gate is closed at a time, and meanwhile no other call() needs to run, because CUDA may
+// run the host functions of all streams on one thread.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -29,8 +29,8 @@ constexpr std::size_t kNumBytes = std::size_t{1} << 20;
 // Ends a deadlocked test; it judges no speed.
 constexpr std::chrono::seconds kDeadline{60};
 
-// Holds a stream from the moment close() returns until open(). Opens when it dies, so that a failed
-// assertion ends the test instead of blocking it.
+// Holds a stream from the moment close() returns until open(). The destructor opens the gate, so that a
+// failed assertion ends the test instead of blocking it.
 class Gate {
  public:
   Gate() = default;
@@ -157,7 +157,7 @@ TEST_P(DeviceContract, EnqueuingReturnsWhileTheStreamIsHeldUp) {
   Gate gate;
   gate.close(*stream);
 
-  // All four return although nothing of them can have run.
+  // All four calls return although none of the enqueued operations can have run.
   stream->copy(to->data(), from->data(), kNumBytes);
   stream->call([&called] { called = true; });
   stream->record(*event);

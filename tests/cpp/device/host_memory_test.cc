@@ -1,4 +1,4 @@
-// Host memory: huge pages are advised, and all pages are mapped before the first use.
+// Tests host memory: huge pages are advised, and all pages are mapped before the first use.
 #include "device/host/host_memory.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The promises of the host backend beyond the device contract.
+// Tests the promises of the host backend that device.h does not make for all backends.
 #include "device/host/host_stream.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The tests' hostile device does what support/hostile_device.h says beyond the device contract.
+// Tests that the hostile device does what support/hostile_device.h says in addition to device.h.
 #include "support/hostile_device.h"
 #include "support/stream_gate.h"
 

@@ -1,4 +1,4 @@
-// Parts are added in their order, whatever the threads do.
+// Tests that gradients are added in the order of the replicas, whatever the threads do.
 #include "param_server/aggregation.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Every element has one owner, and shards are equal.
+// Tests that every element has one owner, and that shards are equal.
 #include "param_server/dealing.h"
 
 #include <gtest/gtest.h>
@@ -122,9 +122,9 @@ TEST(Dealing, AFewBytesLeaveShardsWithoutAChunk) {
 
 TEST(Dealing, FewerThanOneShardIsRefused) { EXPECT_THROW((void)deal(WeightLayout({}), 0, false), UserError); }
 
-// The time of a round, in the time that all parameters need on a link. The flows of a link get equal parts of
-// its bandwidth: those to the other replicas, each a push and then a pull, and those to the spares. Once the
-// flows to replicas are done, those to spares get all of it.
+// The time of a round, where 1 is the time that all parameters need on a link. All flows of a link get equal
+// parts of its bandwidth: a flow to each other replica, with a push and then a pull, and a flow to each
+// spare. Once the flows to replicas are done, the flows to spares get the whole bandwidth.
 double taken(std::int64_t num_replicas, std::int64_t num_spares, double of_replica) {
   const auto replicas = static_cast<double>(num_replicas);
   const auto spares = static_cast<double>(num_spares);

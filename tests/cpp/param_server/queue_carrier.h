@@ -1,5 +1,5 @@
-// Queues instead of a worker's channels. They have the items that one owner of a shard has sent and another
-// has not taken. An item counts as sent once it is taken. One thread.
+// Replaces a worker's channels by queues. A queue has the items that one owner of a shard has sent and
+// another owner has not taken. An item counts as sent once it is taken. One thread.
 #pragma once
 
 #include <cstring>

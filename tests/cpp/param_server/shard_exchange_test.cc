@@ -1,5 +1,6 @@
-// Replicas in one thread, over queues instead of channels. However late a replica is, each gradient is in
-// exactly one update, every replica gets every version, and nothing is sent or lands too early.
+// Tests the exchange of replicas in one thread, over queues instead of channels. However late a replica is,
+// each gradient is in exactly one update, every replica gets every version, and nothing is sent or lands too
+// early.
 #include "param_server/shard_exchange.h"
 
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // Explores every interleaving of replicas and their shards in a small model. The model has the programs of
 // transfers.h, the real ShardRounds and ShardUpdates, and queues that keep all items in order but may be
-// slow. A gradient is a power of two, so that a content shows which gradients it is made of.
+// slow. A gradient is a power of two, so that the value of a weight shows which gradients were added to it.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -159,7 +159,8 @@ class Explorer {
     replica.stashed[instruction.minibatch] = version;
     std::vector<Content> contents;
     for (std::int64_t shard = 0; shard < model_.num_replicas(); ++shard) {
-      // No forward mixes versions: every shard is there as a whole, in the version that the forward reads.
+      // No forward mixes versions: every shard is there as a whole, and has the version that the forward
+      // reads.
       ASSERT_TRUE(shard == index ||
                   replica.pulled[static_cast<std::size_t>(shard)] >= instruction.version.value());
       for (const Content content : version[static_cast<std::size_t>(shard)]) {
@@ -171,7 +172,7 @@ class Explorer {
   }
 
   // Checks that version v has exactly the gradients of the rounds before v. An asynchronous shard must have
-  // all of these that are the replica's own, and no later one of its own.
+  // all of these gradients that the replica itself made, and no later gradient of the replica.
   void check_read(Content content, std::int64_t index, const Instruction& instruction) const {
     Content expected = 0;
     Content own = 0;
@@ -263,14 +264,14 @@ class Explorer {
     }
     const auto shard = static_cast<std::size_t>(from);
     EXPECT_EQ(++replica.pulled[shard], round + 1);
-    // A shard that has come is in its version, and in the later ones that are made from it.
+    // A shard that has come is in its version, and in the later versions that are made from this version.
     for (auto& [number, version] : replica.versions) {
       if (number >= round + 1) version[shard] = contents;
     }
     return true;
   }
 
-  // Adds a gradient. If it were there already, its bit would be carried into the next one.
+  // Adds a gradient. If it were added twice, its bit would be carried into the next gradient's bit.
   static void add(Replica& owner, std::int64_t chunk, Content gradient) {
     Content& content = owner.master[static_cast<std::size_t>(chunk)];
     EXPECT_EQ(content & gradient, 0);
@@ -348,8 +349,8 @@ INSTANTIATE_TEST_SUITE_P(Small, ShardModel,
 TEST(ShardModelOfAsynchronousShards, WhatIsReadDependsOnWhoIsFasterAndOfOthersMayBeMixed) {
   Explorer explorer(make_model({{2}, 4, 0, true}));
   explorer.run();
-  // Minibatch 2, of replica 0, reads its replica's gradient (1) in every chunk, and that of minibatch 1 (2)
-  // in any of the chunks.
+  // Minibatch 2, at replica 0, reads this replica's own gradient (1) in every chunk. The gradient of
+  // minibatch 1 (2) may be in any of the chunks.
   std::set<std::vector<Content>> of_minibatch_2;
   for (const std::vector<Content>& contents : explorer.read()) {
     const bool has_own = std::ranges::all_of(contents, [](Content content) { return (content & 1) != 0; });

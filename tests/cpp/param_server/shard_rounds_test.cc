@@ -1,4 +1,4 @@
-// Every gradient is in exactly one update, whatever the order in which they come.
+// Tests that every gradient is in exactly one update, whatever the order in which gradients come.
 #include "param_server/shard_rounds.h"
 
 #include <gtest/gtest.h>

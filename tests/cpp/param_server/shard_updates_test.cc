@@ -1,4 +1,4 @@
-// Every gradient is applied once, in the order in which it comes.
+// Tests that every gradient is applied once, and that gradients are applied in the order in which they come.
 #include "param_server/shard_updates.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The weights that go as factors with each number of replicas, and a stage's time with them.
+// Tests which weights go as factors with each number of replicas, and a stage's time with factors.
 #include "planner/factored_weights.h"
 
 #include <gtest/gtest.h>
@@ -54,7 +54,8 @@ TEST(StageCost, OfFactorsEachReplicaSendsAndMultipliesAll) {
   StageCost cost;
   cost.add({.compute_s = 10, .activation_bytes = 0, .parameter_bytes = 150, .factors = {{100, 20, 2}}});
   EXPECT_EQ(cost.time_s(1, 1), 10);
-  // 4 (3 - 1) 50 / 3 of what is dense, 2 (3 - 1) 20 of factors; 10 + 2 x 2 of products.
+  // 4 (3 - 1) 50 / 3 bytes of dense gradients, and 2 (3 - 1) 20 bytes of factors. Computing takes 10, and
+  // products 2 x 2.
   EXPECT_DOUBLE_EQ(cost.sync_s(3, 10), (4.0 * 2 * 50 / 3 + 2 * 2 * 20) / 10);
   EXPECT_DOUBLE_EQ(cost.time_s(3, 1e9), 14.0 / 3);
   EXPECT_DOUBLE_EQ(cost.time_s(10, 1e9), 1.0);  // dense: 10 x 20 = 2 x 100

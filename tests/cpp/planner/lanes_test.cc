@@ -1,4 +1,5 @@
-// The exact times at which lines carry items: several items at once, chunk by chunk, and one receiver.
+// Tests the exact times at which lines carry items: several items at once, items in chunks, and the line of
+// one receiver.
 #include "planner/lanes.h"
 
 #include <gtest/gtest.h>
@@ -49,7 +50,7 @@ class LanesTest : public ::testing::Test {
     return spans;
   }
 
-  // When an item begins to come to worker 1. Its sender has a line of its own.
+  // The time when an item begins to use worker 1's incoming line. Its sender has a line of its own.
   double begins_to_come(EdgeKind kind, double ready_ms, double transfer_ms) {
     Lane& lane = lanes_.emplace_back();
     lane.edge.kind = kind;

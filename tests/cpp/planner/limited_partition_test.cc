@@ -1,5 +1,5 @@
-// The partition within limits: it equals the one without limits if nothing limits it. Also memory, speeds,
-// and refusals. tests/python/planning/test_limits.py enumerates all plans.
+// Tests the partition within limits. If nothing limits it, it equals the partition without limits. Also tests
+// memory, speeds and refusals. tests/python/planning/test_limits.py enumerates all plans.
 #include "planner/limited_partition.h"
 
 #include <gtest/gtest.h>
@@ -39,7 +39,8 @@ TEST(LimitedPartition, WithoutLimitsItIsThePartition) {
 }
 
 TEST(LimitedPartition, MemoryForbidsWhatDoesNotFit) {
-  // One stage holds (1 + 2) 20 bytes of weights and 200 saved ones, two stages at most (2 + 2) 10 + 200.
+  // One stage needs (1 + 2) 20 bytes for weights and 200 saved bytes. With two stages each needs at most (2 +
+  // 2) 10 + 200.
   PlanLimits limits;
   limits.memory_bytes = {250, 250};
   limits.may_recompute = false;
@@ -58,8 +59,8 @@ TEST(LimitedPartition, MemoryForbidsWhatDoesNotFit) {
 }
 
 TEST(LimitedPartition, ReplicasHaveWhatTheyExchangeInMemory) {
-  // (1 + 2) 20 bytes of weights and 200 saved ones, as above, and for the other's shard, of 10, the copies of
-  // gradients, and slots for what is pushed and pulled.
+  // A replica needs (1 + 2) 20 bytes for weights and 200 saved bytes, as above. For the other replica's shard
+  // of 10 bytes it also needs copies of gradients, and slots for pushes and pulls.
   PlanLimits limits;
   limits.memory_bytes = {290, 290};
   limits.num_replicas = {2};
@@ -73,8 +74,8 @@ TEST(LimitedPartition, ReplicasHaveWhatTheyExchangeInMemory) {
 
 TEST(LimitedPartition, WhatCrossesHasSlotsAndGradientsAndDataAreWithTheirReaders) {
   // The first stage has two minibatches of data and four items of its output. The second has one minibatch of
-  // data, four items of its input, and saved tensors. Each has two items as temporaries, which are larger
-  // than a step's.
+  // data, four items of its input, and saved tensors. Each has two items as temporaries of a backward, which
+  // are larger than the temporaries of a step.
   std::vector<LayerCost> layers = equal_layers(2);
   layers[0].activation_bytes = 7;
   PlanLimits limits;

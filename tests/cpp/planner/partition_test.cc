@@ -1,4 +1,5 @@
-// The partition against an enumeration of all plans, its choice between equal plans, and its errors.
+// Compares the partition with an enumeration of all plans. Also tests its choice between equal plans, and its
+// errors.
 #include "planner/partition.h"
 
 #include <gtest/gtest.h>
@@ -64,8 +65,8 @@ void for_each_plan(std::int64_t num_layers, std::int64_t num_workers, bool strai
   }
 }
 
-// (bottleneck, workers, stages) of the best plan. It uses the library's own stage times, so that rounding
-// does not decide between equal plans. Another test compares these times with the formula.
+// Returns (bottleneck, workers, stages) of the best plan. It uses the library's own stage times, so that
+// rounding does not decide between equal plans. Another test compares these times with the formula.
 std::tuple<double, std::int64_t, std::size_t> brute_force(const Layers& layers, std::int64_t num_workers,
                                                           double bandwidth, bool straight) {
   std::tuple<double, std::int64_t, std::size_t> best{std::numeric_limits<double>::infinity(), 0, 0};
@@ -159,14 +160,15 @@ TEST(Partition, OneLayerGetsTheBestOfAllReplicaCounts) {
 }
 
 TEST(Partition, DataParallelismThatSyncMakesSlowerIsAvoided) {
-  // Two replicas sync for 4 s a minibatch each, halved to 2 s; one worker needs 1 s.
+  // With two replicas the sync of a minibatch takes 4 s, which counts as 2 s because two minibatches are
+  // synced at once. One worker needs only 1 s.
   const Layers layers = {{1, 0, 2}};
   EXPECT_EQ(stage_time_s(layers, 0, 0, 1, 1), 1);
   EXPECT_EQ(stage_time_s(layers, 0, 0, 2, 1), 2);
   const Partition plan = partition(layers, 2, 1);
   EXPECT_EQ(plan.stages, (Stages{{0, 0, 1}}));
   EXPECT_EQ(plan.bottleneck_s, 1);
-  // With enough replicas the sync is spread thin: 4 * 15 * 2 / 16 / 16 < 1.
+  // With 16 replicas the sync takes less than 1 s per minibatch: 4 * 15 * 2 / 16 / 16.
   EXPECT_EQ(partition(layers, 16, 1).stages, (Stages{{0, 0, 16}}));
 }
 
@@ -179,10 +181,12 @@ TEST(Partition, WorkersThatDoNotHelpStayIdle) {
 }
 
 TEST(Partition, OfEqualBottlenecksFewerWorkersThenFewerStagesWin) {
-  // Three layers of 1 s beside one of 3 s: [0..2] [3] needs two workers, and splitting further is in vain.
+  // Three layers of 1 s stand beside one layer of 3 s. [0..2] [3] needs two workers, and more stages do not
+  // help.
   const Layers slow_last = {{1, 0, 1e9}, {1, 0, 1e9}, {1, 0, 1e9}, {3, 0, 1e9}};
   EXPECT_EQ(partition(slow_last, 4, 1).stages, (Stages{{0, 2, 1}, {3, 3, 1}}));
-  // Two replicas of both layers are as fast as a stage for each, with as many workers: one stage wins.
+  // One stage with two replicas is as fast as two stages, and needs as many workers. So the plan with one
+  // stage wins.
   const Layers even = {{1, 0, 0}, {1, 0, 0}};
   EXPECT_EQ(partition(even, 2, 1).stages, (Stages{{0, 1, 2}}));
   // Nothing costs anything: one worker.
@@ -202,7 +206,7 @@ TEST(Partition, AStraightPlanHasOneReplicaPerStageAndAtMostNumWorkersStages) {
 TEST(Partition, ASlowLinkMovesTheCutToTheSmallestActivation) {
   const Layers layers = {{1, 10, 1e9}, {1, 0.1, 1e9}, {1, 10, 1e9}, {1, 0, 1e9}};
   EXPECT_EQ(partition(layers, 4, 1).stages, (Stages{{0, 1, 1}, {2, 3, 1}}));
-  // Every boundary is slower than one worker: no cut.
+  // Every boundary is slower than one worker, so there is no cut.
   EXPECT_EQ(partition(layers, 4, 1e-3).stages, (Stages{{0, 3, 1}}));
 }
 
@@ -230,7 +234,7 @@ TEST(Partition, ManyWorkersAndTinyOrHugeFiguresStayExact) {
     }
     expect_equals_brute_force(layers, 4, 1, false);
   }
-  // Times that underflow to zero when divided among so many.
+  // These times become zero when they are divided among many replicas.
   const Layers denormal = {{std::numeric_limits<double>::denorm_min(), 0, 0}};
   const Partition plan = partition(denormal, std::int64_t{1} << 30, 1);
   EXPECT_EQ(plan.bottleneck_s, 0);

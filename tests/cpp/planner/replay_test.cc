@@ -1,5 +1,5 @@
-// Times per minibatch against formulas, and lists that are refused. tests/python/planning tests whole
-// timelines.
+// Compares times per minibatch with formulas, and tests which lists are refused. tests/python/planning tests
+// whole timelines.
 #include "planner/replay.h"
 
 #include <gtest/gtest.h>
@@ -108,11 +108,12 @@ TEST(Replay, what_replicas_send_one_worker_comes_by_its_one_link) {
 }
 
 TEST(Replay, an_item_waits_for_its_link_and_not_for_the_latency_of_the_one_before_it) {
-  // With one minibatch at a time every item is waited for.
+  // With one minibatch at a time the workers wait for every item.
   const std::vector<StageDurations> stages(2, make_stage(1, 2));
   EXPECT_DOUBLE_EQ(steady_ms(make_options("model_parallel", {1, 1}), 4, Timing{stages, {{0.5, 0.75, 0.125}}}),
                    6 + 0.5 + 0.75 + 2 * 0.125);
-  // Two microbatches one behind the other, then the last forward, both backwards, and one upstream.
+  // Two microbatches arrive one behind the other. Then come the last forward, both backwards, and a gradient
+  // upstream.
   EXPECT_DOUBLE_EQ(steady_ms(make_options("gpipe", {1, 1}, 2), 4, Timing{stages, {{4, 0, 1}}}),
                    1 + (4 + 4 + 1) + 1 + 2 * 2 + 1 + 2);
 }
@@ -135,12 +136,12 @@ TEST(Replay, who_waits_wakes_for_its_next_item_of_each_kind) {
   for (StageDurations& stage : stages) {
     stage.wakings = {{0.25, 0.5, 0}};
   }
-  // Both items of each stage come after its wait of 3 ms.
+  // The forward and the backward of each stage come after a wait of 3 ms.
   const ScheduleOptions in_turn = make_options("model_parallel", {1, 1});
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, std::nullopt, {2.0}}), 6 + 2 * 0.25 + 2 * 0.5);
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, SharedCores{2, {1, 1}}, {2.0}}),
                    6 + 2 * 0.25 + 2 * 0.5);
-  // Adds extra time that an item takes only after a longer wait.
+  // Adds extra time that work takes only after a longer wait.
   for (StageDurations& stage : stages) stage.wakings.push_back({1, 0, 0});
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, std::nullopt, {2.0, 3.0}}),
                    6 + 2 * 1.25 + 2 * 0.5);
@@ -166,7 +167,8 @@ TEST(Replay, spares_and_asynchronous_shards_answer_beside_the_lists) {
   stage.push_ms = stage.pull_ms = 2;
   ScheduleOptions served = make_options("data_parallel", {2});
   served.asynchronous = true;
-  // Forward and backward 3, push 2, the owner's update 0.5, the answer 2; the own update meanwhile.
+  // A round takes 3 for forward and backward, 2 for the push, 0.5 for the owner's update and 2 for the
+  // answer. The replica's own update runs meanwhile.
   EXPECT_DOUBLE_EQ(steady_ms(served, 24, Timing{{stage}, {}}), 7.5 / 2);
   stage.num_replicas = 3;
   stage.spare_push_ms = 4;
@@ -174,7 +176,8 @@ TEST(Replay, spares_and_asynchronous_shards_answer_beside_the_lists) {
   stage.spare_update_ms = 0.25;
   ScheduleOptions spared = make_options("pipedream", {3});
   spared.placement = Placement::in_order({3}, {1});
-  // Each pushes to two others and to the spare, one after the other; then comes the spare's answer.
+  // Each replica pushes to two other replicas and to the spare, one after the other. Then the spare's answer
+  // comes.
   EXPECT_GT(steady_ms(spared, 30, Timing{{stage}, {}}), (3.0 + 2 + 2 + 4) / 3);
 }
 

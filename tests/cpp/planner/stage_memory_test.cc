@@ -1,4 +1,5 @@
-// A stage's memory, term by term. limited_partition_test.cc tests the search that keeps within it.
+// Tests a stage's memory, term by term. limited_partition_test.cc tests the search that keeps within the
+// memory.
 #include "planner/stage_memory.h"
 
 #include <gtest/gtest.h>
@@ -38,17 +39,19 @@ std::vector<double> memory_with_microbatches(std::int64_t m) {
 }
 
 TEST(StageMemory, WhatIsInFlightIsOfMicrobatches) {
-  // Versions and gradients; data; kept activations; two slots; a backward's temporaries. A later microbatch
-  // adds a layer's gradients to these.
+  // The terms are versions and gradients, data, kept activations, two slots, and a backward's temporaries.
+  // With several microbatches the temporaries include a layer's gradients.
   EXPECT_EQ(memory_with_microbatches(1)[0], (3 + 1) * 60 + 3 * 16 + 3 * (80 + 40) + 2 * 40 + 2 * 40);
   EXPECT_EQ(memory_with_microbatches(2)[0], (2 + 1) * 60 + 2 * 16 + 3 * (40 + 20) + 2 * 20 + (2 * 20 + 60));
   EXPECT_EQ(memory_with_microbatches(4)[0], (2 + 1) * 60 + 2 * 16 + 3 * (20 + 10) + 2 * 10 + (2 * 10 + 60));
-  // Two slots, the gradients of the microbatches that are in flight upstream, and one that is released late.
+  // There are two slots, the gradients of three microbatches in flight upstream, and one gradient that is
+  // released late.
   EXPECT_EQ(memory_with_microbatches(4)[1], (1 + 1) * 60 + 16 + (20 - 10) + (2 + 3 + 1) * 10 + (2 * 10 + 60));
 }
 
 TEST(StageMemory, ReplicasKeepTheVersionsOfTheirRounds) {
-  // Five in flight: c = 1 of 3 replicas' rounds of 3 minibatches of one, 2 of one minibatch of 6, 4 of 12.
+  // Five microbatches are in flight at 3 replicas. A replica's microbatches per round, c, are 1, 2 and 4 for
+  // minibatches of 1, 6 and 12.
   EXPECT_EQ(StageCopies::stashing(3, 5, 1).num_versions, 5);
   EXPECT_EQ(StageCopies::stashing(3, 5, 6).num_versions, 3);
   EXPECT_EQ(StageCopies::stashing(3, 5, 12).num_versions, 2);
@@ -56,13 +59,15 @@ TEST(StageMemory, ReplicasKeepTheVersionsOfTheirRounds) {
 }
 
 TEST(StageMemory, AStraightPlanHasAnEdgeEachWay) {
-  // n (saved + output) and two slots; two slots for the one in flight, its stash, two gradients.
+  // The first stage has n (saved + output) and two slots. The second has two slots for its one microbatch in
+  // flight, the saved tensors, and two gradients.
   EXPECT_EQ(memory_of_two(1, 1, {2, 1}, 100),
             (std::vector<double>{2 * 110 + 2 * 10 + kDropped, 2 * 10 + 100 + 2 * 10 + kDropped}));
 }
 
 TEST(StageMemory, OfEachReplicaUpstreamThereAreSlotsAndGradientsThatWait) {
-  // Two edges of two slots each; of the four in flight upstream one is here, and one is released late.
+  // There are two edges with two slots each. Of the four microbatches in flight upstream one is at this
+  // stage, which leaves three gradients; one more gradient is released late.
   EXPECT_EQ(memory_of_two(2, 1, {2, 1}, 100)[1], 4 * 10 + 100 + (3 + 1) * 10 + kDropped);
   // Three edges, six in flight.
   EXPECT_EQ(memory_of_two(3, 1, {2, 1}, 100)[1], 6 * 10 + 100 + (5 + 1) * 10 + kDropped);
@@ -70,14 +75,15 @@ TEST(StageMemory, OfEachReplicaUpstreamThereAreSlotsAndGradientsThatWait) {
 
 TEST(StageMemory, OfEachReplicaDownstreamThereAreTwoSlotsForGradients) {
   EXPECT_EQ(memory_of_two(1, 3, {4, 1}, 100)[0], 4 * 110 + 3 * 2 * 10 + kDropped);
-  // Of the four in flight upstream each of the three has two at most.
+  // Each of the three replicas has at most two of the four microbatches in flight upstream.
   EXPECT_EQ(memory_of_two(1, 3, {4, 1}, 100)[1], 2 * 10 + 100 + (1 + 1) * 10 + kDropped);
 }
 
 TEST(StageMemory, ReplicasWithACommonDivisorHaveFewerNeighbours) {
   EXPECT_EQ(memory_of_two(2, 2, {2, 1}, 100), memory_of_two(1, 1, {2, 1}, 100));
   EXPECT_EQ(memory_of_two(4, 2, {2, 1}, 100), memory_of_two(2, 1, {2, 1}, 100));
-  // With none in common every minibatch has another pair: three edges, of which each has one in flight.
+  // Without a common divisor, consecutive minibatches go over different pairs of replicas. So a replica has
+  // three edges, each with one microbatch in flight.
   EXPECT_EQ(memory_of_two(3, 2, {2, 1}, 100)[1], 6 * 10 + 100 + (2 + 1) * 10 + kDropped);
 }
 
@@ -107,9 +113,10 @@ std::vector<double> encoded_of_two(std::int64_t first_replicas, std::int64_t las
 }
 
 TEST(StageMemory, EncodedItemsWaitInEverySlotAndUntilTheyHaveLeft) {
-  // Of two in flight upstream 2 * 2 + 4 may not have left; two slots for gradients, and for activations.
+  // With two microbatches in flight upstream, 2 * 2 + 4 items may be unsent. Each direction has two slots.
   EXPECT_EQ(encoded_of_two(1, 1, {2, 1}, false), (std::vector<double>{8 * 5 + 2 * 2, 2 * 5 + 8 * 2 + 10}));
-  // Three channels each way; of the four in flight upstream 2 * 4 + 4.
+  // There are three channels each way. With four microbatches in flight upstream, 2 * 4 + 4 items may be
+  // unsent on each.
   EXPECT_EQ(encoded_of_two(1, 3, {4, 1}, false)[0], 3 * (12 * 5 + 2 * 2));
   EXPECT_EQ(encoded_of_two(3, 1, {2, 1}, false)[1], 3 * (2 * 5 + 8 * 2 + 10));
 }
@@ -138,7 +145,8 @@ TEST(StageMemory, TheBoundForAnyStageUpstreamHoldsWithCodecs) {
 }
 
 TEST(StageMemory, TheSearchTakesOtherReplicasWhereOneEdgeMoreDoesNotFit) {
-  // As quick as two replicas of the first stage would be one of it alone: its second layer is cheap.
+  // With less memory the search must use one replica of the first stage, because the second stage then has
+  // one edge less.
   std::vector<LayerCost> layers = {{.compute_s = 4, .activation_bytes = 10, .parameter_bytes = 0},
                                    {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 0}};
   const std::vector<LayerMemory> memory = {{.saved_bytes = 0, .forward_s = 0},
@@ -172,7 +180,8 @@ double weights_of(std::int64_t replicas, const MemoryCosts& costs) {
 TEST(StageMemory, AReplicaHasTheStateOfItsShardAndGradientsAndSlotsForTheOthers) {
   MemoryCosts costs{.model_copies = 1, .state_copies = 2};
   EXPECT_EQ(weights_of(1, costs), 90 + 90 + 90 + 2 * 90);  // a version, the model, gradients, state
-  // Copies of gradients for two others; state of a third; slots for two others' pushes; for what is pulled.
+  // The last four terms are copies of gradients for two other replicas, state for a third of the weights,
+  // slots for two replicas' pushes, and slots for pulls.
   EXPECT_EQ(weights_of(3, costs), 3 * 90 + 60 + 2 * 30 + 2 * 30 + 60);
   costs.posts_versions = true;
   EXPECT_EQ(weights_of(3, costs), 3 * 90 + 60 + 2 * 30 + 2 * 30);
@@ -222,7 +231,8 @@ TEST(StageMemory, AsynchronousShardsAreOnceMoreAtTheirOwnerAndForEachOtherReplic
   const auto of = [&](std::int64_t replicas, bool asynchronous) {
     return weights_of(replicas, {.model_copies = 0, .step_copies = 2, .asynchronous = asynchronous});
   };
-  // 90 / 3 at the owner, two copies of them, and a step's temporaries of the largest layer.
+  // The difference is 90 / 3 for the owner's shard, two copies of the shard, and a step's temporaries for the
+  // largest layer.
   EXPECT_EQ(of(3, true) - of(3, false), 90 + 2 * 60);
   EXPECT_EQ(of(1, true), of(1, false));
 }

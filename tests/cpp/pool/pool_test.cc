@@ -1,4 +1,4 @@
-// The pool: a budget of named terms, sealed once, then leases that allocate nothing.
+// Tests the pool: a budget of named terms, which is sealed once, and then leases that allocate nothing.
 #include "pool/pool.h"
 
 #include <gtest/gtest.h>
@@ -75,7 +75,8 @@ TEST_F(PoolTest, SealAllocatesTheSumOfTheTermsOncePerKind) {
   EXPECT_FALSE(pool_.sealed());
   pool_.seal();
   EXPECT_TRUE(pool_.sealed());
-  // 3 x 1024 + 1024 and 4 x 512: slots are spaced at kSlotAlignment.
+  // The sizes are 3 x 1024 + 1024 and 4 x 512, because the distance between slots is a multiple of
+  // kSlotAlignment.
   const std::vector<std::pair<std::size_t, MemoryKind>> expected = {{4096, MemoryKind::kDevice},
                                                                     {2048, MemoryKind::kStaging}};
   EXPECT_EQ(device_.allocations, expected);
@@ -115,7 +116,7 @@ TEST_F(PoolTest, ATermWithMemoryOfItsOwnLiesThereAlone) {
   pool_.seal();
   ASSERT_EQ(own.size(), 1U);  // for no bytes nothing is made
   EXPECT_EQ(own[0].first, 1024U);
-  // The others have no gap where it would have been, and it counts like any term.
+  // The term `received` leaves no gap between the other terms, and counts in the sum like any term.
   const std::vector<std::pair<std::size_t, MemoryKind>> expected = {{4096, MemoryKind::kDevice}};
   EXPECT_EQ(device_.allocations, expected);
   EXPECT_EQ(pool_.planned_bytes(MemoryKind::kDevice), 4096U + 1024);
@@ -218,7 +219,8 @@ TEST_F(PoolTest, OnReleaseRunsOnceAfterEachReleaseAndMayLease) {
   int num_releases = 0;
   bool could_lease = false;
   group.on_release([&] {
-    // Outside the lock, and the slot is back already: a waiter can be served from here.
+    // The callback runs outside the lock, and the slot is free already. So the callback can lease the slot
+    // for a waiter.
     if (++num_releases == 1) could_lease = group.try_lease().has_value();
   });
   Lease lease = group.lease();
@@ -315,7 +317,8 @@ TEST_F(PoolTest, ThreadsNeverHoldTheSameSlotAtOnce) {
       for (int round = 0; round < kNumRounds; ++round) {
         const std::optional<Lease> lease = group.try_lease();
         if (!lease) continue;
-        // Unguarded writes: the lease is what keeps the others away, and TSAN checks that it does.
+        // These writes are not guarded: only the lease keeps other threads away. ThreadSanitizer checks that
+        // it does.
         int owner = thread;
         std::memcpy(lease->data(), &owner, sizeof(owner));
         std::memcpy(&owner, lease->data(), sizeof(owner));

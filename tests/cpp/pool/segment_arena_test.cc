@@ -1,4 +1,4 @@
-// The arena from which torch's allocator takes its segments.
+// Tests the arena from which torch's allocator takes its segments.
 #include "pool/segment_arena.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Evaluations: where they stand in the lists, and that they fit into every plan and schedule.
+// Tests where evaluations stand in the lists, and that they fit into every plan and schedule.
 #include "schedule/evaluations.h"
 
 #include <gtest/gtest.h>
@@ -197,7 +197,8 @@ TEST(Evaluations, AtOtherPlacesAreRefusedByTheValidator) {
 }
 
 TEST(Evaluations, ThatWaitForEachOtherAreADeadlock) {
-  // The last stage would evaluate behind what needs a forward that the first makes behind its own block.
+  // The last stage would have its block behind an instruction that needs a forward of the first stage. The
+  // first stage does that forward only behind its own block.
   const ScheduleOptions options = evaluating(make_options("unstashed", {2, 1}, 4));
   const std::vector<Evaluated> evaluated = {{MinibatchId(1), 9}};
   Programs programs = make_evaluating(options, 3, evaluated);

@@ -159,7 +159,7 @@ TEST(ListedProgram, OfASchedulesNameComputesTheSameAtEveryLength) {
     for (Rank rank; rank.value() < num_workers(named); rank = rank.next()) {
       for (std::int64_t length = 0; length < 14; ++length) {
         EXPECT_EQ(make_compute_program(listed, rank, length), make_compute_program(named, rank, length));
-        // A list of "naive" in which all reads are of the newest does not say that it pulls after its
+        // If all reads are of the newest version, a list of "naive" does not show that pulls come right after
         // updates.
         if (named.schedule == "naive" && has_replicas(named)) continue;
         EXPECT_EQ(make_program(listed, rank, length), make_program(named, rank, length)) << length;
@@ -358,7 +358,8 @@ TEST(ListedProgram, NamesWhatCannotRunWithItsLine) {
             std::string::npos);
 }
 
-// Each of these once left a minibatch without an update, for which the list was walked for ever.
+// Each of these texts once left a minibatch without an update. Then a search for that update went on for
+// ever.
 TEST(ListedProgram, NamesALineThatIsOutOfOrder) {
   const auto one_stage = [](const std::string& updated, const std::string& forwarded) {
     return refusal("worker 0\nbody every 1 minibatch\nFORWARD stage 0 minibatch " + forwarded +

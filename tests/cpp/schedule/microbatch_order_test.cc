@@ -1,4 +1,4 @@
-// The order of microbatches inside one minibatch: positions and back.
+// Tests the order of microbatches inside one minibatch: from a microbatch to its position and back.
 #include "schedule/microbatch_order.h"
 
 #include <gtest/gtest.h>

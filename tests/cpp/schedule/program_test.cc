@@ -1,5 +1,5 @@
-// The programs have the shape that the papers show and the weight versions of the formulas, and a cursor
-// walks them.
+// Tests that programs have the shape that the papers show and the weight versions of the formulas, and that a
+// cursor gives the same instructions.
 #include "schedule/program.h"
 
 #include <gtest/gtest.h>

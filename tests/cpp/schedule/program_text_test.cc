@@ -1,4 +1,4 @@
-// Programs as text: printed, changed by hand, parsed back.
+// Tests programs as text: they are printed, changed by hand and parsed back.
 #include <gtest/gtest.h>
 
 #include "base/failure.h"

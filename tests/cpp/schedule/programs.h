@@ -68,7 +68,8 @@ inline Programs make_programs(const ScheduleOptions& options, std::int64_t num_m
   return programs;
 }
 
-// The same without transfers, and with what add_transfers() makes of such lists.
+// Makes the lists of computing instructions, without transfers. The next function adds transfers to them by
+// add_transfers().
 inline Programs make_compute_programs(const ScheduleOptions& options, std::int64_t num_minibatches) {
   Programs programs;
   for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {

@@ -1,4 +1,5 @@
-// Replicated stages: who computes what, which versions are read, and what replicas push and pull.
+// Tests replicated stages: which replica computes which microbatch, which versions are read, and what
+// replicas push and pull.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -13,9 +14,9 @@
 namespace pipedream {
 namespace {
 
-// A program as text: "F0 B0 >1:0 <1:1 Rn1:0 Sn1:0 U0 }1:0 {1:0". ">" is a push to a replica, "<" a push from
-// one, "}" a pull that is sent to a replica, "{" one that comes from it, "Rn" a norm from a rank and "Sn" a
-// norm to it. Activations and gradients are left out.
+// A program as text: "F0 B0 >1:0 <1:1 Rn1:0 Sn1:0 U0 }1:0 {1:0". ">" is a push to a replica and "<" a push
+// from a replica. "}" is a pull sent to a replica and "{" a pull from a replica. "Rn" receives a norm from a
+// rank and "Sn" sends a norm to a rank. Activations and gradients are left out.
 std::string sync_on_paper(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
   std::string text;
   for (const Instruction& instruction : make_program(options, Rank(rank), num_minibatches)) {
@@ -78,8 +79,8 @@ TEST(Replicas, StalenessLetsTheUpdateWaitForHalfAsManyMoreRounds) {
   EXPECT_EQ(sync_on_paper(options, 0, 8),
             "F0 F2 B0 >1:0 F4 B2 >1:2 <1:1 U0 }1:0 {1:0 F6 B4 >1:4 <1:3 U2 }1:2 B6 >1:6 <1:5 U4 }1:4 <1:7 U6 "
             "}1:6 {1:2 {1:4 {1:6");
-  // A stage with one replica waits for no other one: it updates at once. It reads a version that is one older
-  // all the same.
+  // A stage with one replica updates at once, because it waits for no other replica. Nevertheless it reads a
+  // version that is older by one.
   EXPECT_EQ(on_paper(options, 2, 3), "F0 B0 U0 F1 B1 U1 F2 B2 U2");
   EXPECT_EQ(forward_version(options, StageIndex(1), MinibatchId(5)), WeightVersion(4));
   EXPECT_EQ(num_gradients_kept(options, StageIndex(0)), 2);
@@ -128,8 +129,8 @@ TEST(Replicas, ThatReduceTogetherDeadlockWhereOneUpdatesOutOfTurn) {
   options.uses_allreduce = true;
   Programs programs = make_programs(options, 4);
   EXPECT_EQ(replay(options, programs, 4).error, "");
-  // Stage 0 sends minibatch 1 only after it has received the gradient of minibatch 0, and replica 0 sends
-  // that only after its update.
+  // Stage 0 sends minibatch 1 only after it has received the gradient of minibatch 0. Replica 0 sends that
+  // gradient only after its update.
   Instructions& last = programs[1];
   const auto of = [](Opcode opcode) {
     return [opcode](const Instruction& instruction) { return instruction.opcode == opcode; };
@@ -509,7 +510,7 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
     options.exchanges_norms = draw(2) == 1;
     options.uses_allreduce = draw(3) == 1;
     if (draw(2) == 1) options.ties = all_tied(plan.size());
-    // More in flight than is needed, if the number then does not rise downstream.
+    // More microbatches in flight than needed, unless the number would then rise downstream.
     const std::int64_t more = draw(3) - 1;
     for (std::size_t stage = 0; stage < plan.size(); ++stage) {
       options.in_flight[stage] +=
@@ -572,8 +573,8 @@ TEST(Replicas, OfAUserEachReceiveEveryVersionAndSendTheGradientsOfTheirMinibatch
   EXPECT_EQ(ties_on_paper(options, 2, 3), "F1 B1 St0:1 U0 U2 Rv0:0 Rv0:2");
 }
 
-// A second implementation of the rule. Stages that would read different versions read the one that
-// vertical_sync would read at the owner; every version is older by the staleness.
+// A second implementation of the rule. If stages would read different versions, they read the version that
+// vertical_sync would read at the owner. Every version is older by the staleness.
 TEST(Replicas, ReadTiedVersionsInRoundsOfTheirOwner) {
   for (const Counts& plan : kPlans) {
     for (const ScheduleOptions& options : all_of(plan, 4)) {
@@ -632,8 +633,8 @@ TEST(Replicas, EdgesJoinThoseThatHaveAMinibatchInCommonAndNameItsItems) {
   }
 }
 
-// A replica is never further ahead of another than the versions that are kept, but for the last round, in
-// which the other may have no minibatch.
+// A replica is never ahead of another replica by more versions than are kept. The last round is an exception,
+// because the other replica may have no minibatch in it.
 TEST(Replicas, NoMorePushesAndPullsWaitThanVersionsAreKept) {
   for (const Counts& plan : kPlans) {
     if (plan[0] == 15) continue;
@@ -700,7 +701,8 @@ TEST(Replicas, CursorWalksTheSameListHoweverLateItLearnsTheNumberOfMinibatches) 
           if (place.stage.value() > 0) {
             ASSERT_EQ(walked, program) << name;
           }
-          // A first stage has pulled what a forward would have read before it finds that there is none.
+          // A first stage pulls versions before a forward, and only then finds that the forward's minibatch
+          // does not exist.
           ASSERT_EQ(without_pulls(walked), without_pulls(program)) << name;
           ASSERT_EQ(pulls_by_edge(walked), pulls_by_edge(program)) << name;
         }

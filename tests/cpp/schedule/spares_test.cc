@@ -1,4 +1,4 @@
-// Spares: workers that own shards of a stage as its replicas do, but compute no minibatches.
+// Tests spares: workers that own shards of a stage as its replicas do, but compute no minibatches.
 #include <gtest/gtest.h>
 
 #include <algorithm>

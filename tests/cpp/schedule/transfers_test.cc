@@ -1,4 +1,4 @@
-// Transfers stand where transfers.h says, and a cursor walks the same list.
+// Tests that transfers stand where transfers.h says, and that a cursor gives the same list.
 #include "schedule/transfers.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,6 @@
-// Random programs, and mutants of them. A mutant that the validator accepts is checked against facts that
-// hold for every correct list; these checks use none of the validator's rules.
+// Tests the validator on random programs and on mutants of these programs. A mutant that the validator
+// accepts is checked against facts that hold for every correct list; these checks use none of the validator's
+// rules.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -82,7 +83,7 @@ void mutate(Programs& programs, Draws& draws) {
   Instructions& program = programs[static_cast<std::size_t>(draws.below(std::ssize(programs)))];
   if (program.empty()) return;
   auto position = program.begin() + draws.below(std::ssize(program));
-  // Updates are few, and most rules are about them: so they are chosen more often.
+  // There are few updates, but most rules are about updates. So updates are chosen more often.
   if (draws.one_in(3)) {
     position = std::find_if(position, program.end() - 1, [](const Instruction& instruction) {
       return instruction.opcode == Opcode::kUpdate;

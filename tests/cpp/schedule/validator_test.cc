@@ -1,4 +1,4 @@
-// The validator accepts every right list and says where a broken one breaks.
+// Tests that the validator accepts every correct list and says where a broken list is wrong.
 #include "schedule/validator.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,8 @@ std::string name_of(const ScheduleOptions& options, std::int64_t num_minibatches
          std::to_string(num_minibatches) + " minibatches";
 }
 
-// In flight that never rises downstream: what is needed, more of it everywhere, a steep one, a flat one.
+// Numbers of microbatches in flight that never rise downstream: as many as needed, more at every stage,
+// steeply falling, and all equal.
 std::vector<Counts> in_flight_variants(std::int64_t num_stages) {
   std::vector<Counts> variants(4);
   for (std::int64_t stage = 0; stage < num_stages; ++stage) {
@@ -88,7 +89,7 @@ TEST(Validator, AcceptsEveryScheduleOfEveryShapeAndLength) {
 }
 
 TEST(Validator, VersionsKeptIsTight) {
-  // All slots are in use as soon as the run is long enough: no spare slot, none less.
+  // As soon as the run is long enough, all slots are in use: neither more nor fewer slots would be right.
   for_all_schedules([](const ScheduleOptions& options) {
     const std::int64_t num_minibatches = 2 * options.in_flight[0];
     const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
@@ -254,7 +255,7 @@ TEST(Validator, AcceptsAStartAtAnyMinibatchFromAnyVersionsThatAreThere) {
   });
 }
 
-// Lists that make_program would not give, and that are right all the same.
+// make_program() would not make these lists, but they are correct.
 
 TEST(Validator, AcceptsABackwardThatGoesAheadOfAForward) {
   // 1F1B with a smaller window: F0.0 B0.0 F0.1 B0.1 ... instead of F0.0 F0.1 B0.0 ...
@@ -313,7 +314,8 @@ void move_before(Instructions& program, Instructions::iterator moved, Instructio
   program.insert(program.begin() + target_index - (target > moved ? 1 : 0), instruction);
 }
 
-// The validator checks a list's computing instructions first, so that most of these need no transfers.
+// The validator checks a list's computing instructions first, so most of the broken lists in these tests need
+// no transfers.
 class BrokenList : public testing::Test {
  protected:
   void use(const ScheduleOptions& options, std::int64_t num_minibatches) {

@@ -1,6 +1,6 @@
-// Two workers on devices of one host: they find out whether one can write into the other's memory, and
-// tensors then go from device to device, or as before where they cannot. On a device of the tests
-// (support/hostile_device.h), and on CUDA where there is one: both workers share it, in one process.
+// Tests two workers on devices of one host. They find out whether one can write into the other's memory. If
+// so, tensors go from device to device; otherwise they are staged. The tests run on the hostile device
+// (support/hostile_device.h), and on CUDA if there is a device, which both workers share in one process.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -164,8 +164,8 @@ TEST_P(DeviceWorkers, MemoryOfTheReceiverIsLetGoWhenTheSenderCloses) {
   }
 }
 
-// The copy of the item and the call() after it are dropped, and no call of the device tells that: the
-// receiver waited for good, and its peer with it.
+// The copy of the item and the call() after it are dropped, and no call of the device reports this. The
+// receiver once waited for ever, and its peer with it.
 TEST_P(DeviceWorkers, ErrorOfTheDeviceWhileAWorkerWaitsEndsItsWait) {
 #if !defined(PD_CUDA_STUB)
   if (GetParam() == "cuda") GTEST_SKIP() << "a GPU does not fail on demand";

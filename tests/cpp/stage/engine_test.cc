@@ -1,5 +1,5 @@
-// The engine alone, without channels: order, slots, accounting, and what it refuses. worker_pipeline_test.cc
-// tests it in whole pipelines.
+// Tests the engine alone, without channels: order, slots, accounting, and the calls that it refuses.
+// worker_pipeline_test.cc tests it in whole pipelines.
 #include "stage/engine.h"
 
 #include <gtest/gtest.h>
@@ -72,7 +72,7 @@ class Engine : public testing::Test {
     engine_ = std::make_unique<StageEngine>(options, Rank(worker), parts, std::vector<EdgeChannel>(), wakeup_,
                                             num_spans_max);
   }
-  // Makes the wakeup anew: once it has a failure, it keeps it.
+  // Replaces the wakeup by a new one, because a wakeup keeps its failure.
   static void renew(Wakeup& wakeup) {
     std::destroy_at(&wakeup);
     std::construct_at(&wakeup);
@@ -80,7 +80,7 @@ class Engine : public testing::Test {
   void make_pipedream(std::int64_t in_flight = 1, std::size_t num_spans_max = 100) {
     make(make_options("pipedream", {in_flight}), 0, num_spans_max);
   }
-  // The engine's next work item; DONE if none came in time or the engine has failed.
+  // The engine's next work item; DONE if no item came in time or the engine has failed.
   WorkItem next() {
     auto work = engine_->next_work(Clock::now() + kPatience);
     EXPECT_TRUE(work.ok()) << work.failure().message;
@@ -99,7 +99,7 @@ class Engine : public testing::Test {
     engine_->end_of_data(work.minibatch.value());
     return next();
   }
-  // Runs so many minibatches to the end; what was handed out, in order.
+  // Runs num_minibatches to the end. Returns the instructions that the engine handed out, in order.
   Instructions run(std::int64_t num_minibatches, std::int64_t compute_ns = 0) {
     Instructions done;
     for (WorkItem work = next_of(num_minibatches); work.opcode.has_value(); work = next_of(num_minibatches)) {
@@ -175,8 +175,7 @@ TEST_F(Engine, HandsOutWhatTiesAndNormsExchangeWhereTheProgramHasIt) {
       for (const std::int64_t num_minibatches : {0, 1, 2, 7}) {
         SCOPED_TRACE(describe(options, worker, num_minibatches));
         make(options, worker);
-        // A stage with an upstream learns of the end when an activation does not come; these engines have no
-        // channels that could tell it.
+        // A stage with a stage upstream learns of the end by a channel, and these engines have no channels.
         if (!options.ties.empty() && slots_.contains(last)) continue;
         EXPECT_EQ(run(num_minibatches),
                   without_activations_and_gradients(make_program(options, Rank(worker), num_minibatches)));
@@ -327,8 +326,7 @@ bool is_last_read(const Instructions& program, std::size_t position) {
   return backward.version != WeightVersion(newest) && std::none_of(here + 1, program.end(), reads_it_later);
 }
 
-// When a run continues where this one has ended, its items read the versions that those of one longer run
-// would read.
+// If another run continues this run, its items read the same versions as the items of one longer run.
 TEST_F(Engine, BackwardFreesASlotExactlyWhenItWasTheLastToReadAnOldVersion) {
   for_every_run([&](Rank worker, std::int64_t num_minibatches) {
     const Instructions program = make_compute_program(options_, worker, num_minibatches);
@@ -375,8 +373,8 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
 }
 
 // A stage with one microbatch in flight reads an old version: the microbatches of a minibatch read it one
-// after the other, and between two of them nothing holds it. The engine once said that it is free after the
-// first one.
+// after the other, and between two of them nothing holds it. The engine once said that the version's slot is
+// free after the first microbatch.
 TEST_F(Engine, SlotIsNotFreedBetweenTheMicrobatchesOfAMinibatch) {
   make(make_options("2bw", {1}, 3));
   std::vector<std::int64_t> freed_after;  // microbatches of minibatch 2, which reads version 1
@@ -568,8 +566,9 @@ TEST_F(Engine, TotalsAreTheSumsOfTheSpans) {
   EXPECT_EQ(totals.elapsed_ns, spans.back().completed_ns - spans.front().asked_ns);
 }
 
-// The host asks for items 1 and 2 while the device still computes the item before. During item 1's wait the
-// device was never idle, during item 2's all the time; only the time in which it was idle counts as wait.
+// The host asks for items 1 and 2 while the device still computes the previous item. During the wait for item
+// 1 the device was never idle, and during the wait for item 2 always. Only the device's idle time counts as
+// wait.
 TEST_F(Engine, WhatADeviceDidIsToldLaterAndOfAWaitCountsWhatItWasIdleFor) {
   make_pipedream(1);
   for (const std::int64_t wait_ns : {0, 1'000'000'000, 1}) {

@@ -89,8 +89,8 @@ void add_channels(Worker& worker, const ScheduleOptions& schedule, Rank worker_i
     }
     if (!part.activations_out.empty()) {
       const StageIndex downstream(stage + 1);
-      // Exactly as many as the schedule has in flight. An item that is released late needs the spare places
-      // that the channel adds itself.
+      // The channel has exactly as many items as the schedule has in flight. An item that is released late
+      // needs the spare items that the channel adds itself.
       worker.add_send_channel(spec(part.activations_out, downstream, 2 * stage + 2, in_flight));
       worker.add_receive_channel(spec(part.gradients_in, downstream, 2 * stage + 3, 2));
     }
@@ -128,7 +128,7 @@ std::uint64_t next_weight_of(std::uint64_t weight, std::uint64_t weight_gradient
   return mix(weight, weight_gradient);
 }
 
-// Computes the same one minibatch after the other, without a pipeline. It reads the versions that
+// Computes the same results one minibatch after the other, without a pipeline. It reads the versions that
 // docs/schedules.md says; it keeps all versions and has no slots.
 class Replay {
  public:
@@ -381,7 +381,8 @@ class PipelineWorker {
     }
     if (worker_) {
       stages_.clear();
-      // Passes on why this worker has ended, as a launcher does. A worker that vanished has told no reason.
+      // Tells the others why this worker has ended, as a launcher does. A worker that vanished gives no
+      // reason.
       const bool tells = pipeline_.fault == Fault::kAbort || pipeline_.fault == Fault::kDevice;
       if (report_.failure && tells) worker_->abort(report_.failure->message);
       worker_->close(report_.failure ? 1 : 60);
@@ -391,7 +392,7 @@ class PipelineWorker {
   }
 
  private:
-  // Neighbours on CUDA have the first two devices in turn, where there are two.
+  // On CUDA neighbours use different devices, the first two in turn, if there are two.
   [[nodiscard]] std::shared_ptr<Device> make_device(bool on_cuda) const {
     if (!on_cuda) return std::make_shared<HostileDevice>();
 #if defined(PD_CUDA_STUB)
@@ -625,7 +626,8 @@ class PipelineWorker {
     place_.write(stage.slots.at(static_cast<std::size_t>(slot.value())).lease.data(), weights.data(),
                  kNumWeights * 8);
   }
-  // The weight in the slot that the work reads: all of it is the version that the work says.
+  // The weight in the slot that the work reads. Checks that the whole slot has the version that the work
+  // names.
   [[nodiscard]] std::uint64_t read(const Stage& stage, const WorkItem& work) const {
     std::vector<std::uint64_t> weights(kNumWeights);
     place_.read(weights.data(), stage.slots.at(static_cast<std::size_t>(work.read_slot.value())).lease.data(),

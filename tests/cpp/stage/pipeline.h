@@ -1,5 +1,5 @@
-// Whole pipelines for the tests of this folder: makes the channels of a worker, and runs all workers of a
-// schedule, each on a thread of its own, and checks everything that they compute.
+// Runs whole pipelines for the tests of this folder. It makes the channels of a worker, runs all workers of a
+// schedule, each on its own thread, and checks everything that they compute.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,8 @@ struct StageChannelNames {
 // What Worker::start takes.
 [[nodiscard]] std::vector<EdgeChannelName> channels_at(const ScheduleOptions& schedule, Rank rank);
 
-// The channels of the worker's stages, in both directions, with as many slots and places as the schedule
-// needs and no more. Every item is as `item` says.
+// The channels of the worker's stages, in both directions, with exactly as many slots and places as the
+// schedule needs. `item` describes every item.
 void add_channels(Worker& worker, const ScheduleOptions& schedule, Rank worker_index, const ItemSpec& item,
                   std::size_t chunk_bytes, bool places_on_device = false);
 

@@ -1,6 +1,6 @@
-// In the steady state a pipeline allocates nothing, on any thread: the engines, channels, transports and copy
-// streams of two workers. The vectors with which a caller describes its tensors are not counted as the
-// pipeline's.
+// Tests that in the steady state a pipeline allocates nothing on any thread: the engines, channels,
+// transports and copy streams of two workers. The vectors with which a caller describes its tensors are not
+// counted as the pipeline's.
 #include <gtest/gtest.h>
 
 #include <atomic>

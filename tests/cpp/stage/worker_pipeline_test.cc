@@ -1,5 +1,5 @@
-// Whole pipelines: every schedule over every transport, all workers in one process. pipeline.h says what they
-// compute and how it is checked.
+// Tests whole pipelines: every schedule over every transport, with all workers in one process. pipeline.h
+// says what they compute and how it is checked.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -105,7 +105,7 @@ TEST_P(Transports, MoreInFlightThanAStraightLineNeedsIsMoreDelay) {
 }
 
 // The end comes on the channels of every stage, though a worker learns of it from its first stage. A caller
-// that waits for the ends of the other stages receives them, and one that leaves without them disturbs no
+// that waits for the ends of the other stages receives them. A caller that does not wait for them disturbs no
 // other worker.
 TEST_P(Transports, WorkersWithSeveralStagesGetTheEndOnEveryChannel) {
   const std::vector<std::pair<std::int64_t, std::int64_t>> shapes = {{2, 2}, {2, 3}, {3, 2}};

@@ -1,5 +1,5 @@
-// Workers between neighbours: what ends a run, items outside the schedule, and what a worker refuses. Over
-// every transport; whole runs are in worker_pipeline_test.cc.
+// Tests workers with neighbours, over every transport: how a run ends, items outside the schedule, and the
+// calls that a worker refuses. worker_pipeline_test.cc tests whole runs.
 #include "stage/worker.h"
 
 #include <gtest/gtest.h>
@@ -383,7 +383,7 @@ TEST_P(Faults, ItemsMayOutliveTheWorkerWhileTheyHoldItsPool) {
   }).join();
 }
 
-// Also before there is an engine, and after it has ended.
+// pulse() may be called even before there is an engine and after the engine has ended.
 TEST_P(Faults, PulseMayComeFromAnyThreadAtAnyTime) {
   make_pair();
   std::atomic<bool> done{false};
@@ -425,8 +425,8 @@ INSTANTIATE_TEST_SUITE_P(Transports, Faults, testing::Values("inproc", "zmq"), t
 
 // ---- Errors of the device ----
 
-// Whichever call of the device fails, on whichever thread, and whatever is left undone by it: the worker
-// reports where it was and what the device said, and the other workers learn that too.
+// Any call of the device may fail, on any thread. Then the worker reports its position and the device's
+// message, and the other workers receive this report.
 class DeviceFaults : public testing::TestWithParam<std::tuple<std::string, bool>> {};
 
 TEST_P(DeviceFaults, AreToldByEveryWorkerWithStageMinibatchAndTheDevicesWords) {

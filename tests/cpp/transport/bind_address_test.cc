@@ -1,4 +1,4 @@
-// The addresses at which a listener may bind, as they are written. A transport asks this check before it
+// Tests which addresses a listener may bind to, in all notations. A transport makes this check before it
 // binds.
 #include "transport/zmq/bind_address.h"
 

@@ -1,4 +1,5 @@
-// Keys: which ones are refused and how, who may talk to whom, and that each refusal says its reason.
+// Tests keys: which keys are refused, which peers may talk to each other, and that each refusal says its
+// reason.
 #include "transport/zmq/curve.h"
 
 #include <gtest/gtest.h>

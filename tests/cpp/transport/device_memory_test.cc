@@ -1,7 +1,7 @@
-// Device memory that two processes map, on a device of the tests (support/hostile_device.h) and on CUDA where
-// there is one. One process reads what the other writes; memory that is not the one described by the address
-// is refused; the maker frees the memory last; and an offer says whether any of this works. The other process
-// is a fork of the test that executes the test again.
+// Tests device memory that two processes map, on the hostile device (support/hostile_device.h), and on CUDA
+// if there is a device. One process reads what the other writes; memory that is not the one described by the
+// address is refused; the maker frees the memory last; and an offer says whether any of this works. The other
+// process is a fork of the test that executes the test again.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -113,7 +113,8 @@ void wait_until_let_go() {
   ASSERT_EQ(::read(STDIN_FILENO, &symbol, 1), 1);
 }
 
-// Opens what the test made, answers what it reads with each byte's complement, and keeps it until told.
+// Opens the test's memory, replaces each byte that it reads by the byte's complement, and keeps the memory
+// until the test says otherwise.
 TEST(DeviceMemoryOther, DISABLED_AnswersAndKeepsIt) {
   const auto device = make_device(std::getenv(kDeviceVariable));
   std::string why;
@@ -284,7 +285,7 @@ std::vector<std::string> devices_here() {
 INSTANTIATE_TEST_SUITE_P(Devices, DeviceMemory, testing::ValuesIn(devices_here()),
                          [](const auto& device) { return device.param; });
 
-// Checked for the tests' device only: a driver may keep descriptors open.
+// This is checked only for the hostile device, because a CUDA driver may keep descriptors open.
 TEST(DeviceSharedMemory, DescriptorsAndMappingsAreGivenBack) {
   const auto num_descriptors = [] {
     return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});

@@ -1,5 +1,5 @@
-// The thread that drives a transport, and that nothing is lost when another thread takes over: for every
-// transport. If a test needs something to run on a certain thread, it tries again until no other thread is
+// Tests, for every transport, which thread drives it, and that nothing is lost when another thread takes
+// over. If a test needs something to run on a certain thread, it tries again until no other thread is
 // driving.
 #include <gtest/gtest.h>
 #include <sys/time.h>
@@ -77,7 +77,7 @@ class Driving : public testing::TestWithParam<std::string> {
     ASSERT_TRUE(at_connector_.wait_open());
   }
 
-  // Posts `function` until it has run on this thread; whether it did.
+  // Posts `function` again and again until it has run on this thread. Returns whether it has.
   template <class Function>
   [[nodiscard]] static bool runs_here(Transport& transport, Function function) {
     return wait_until([&] {
@@ -428,7 +428,7 @@ TEST_P(Driving, WhatIsPostedToASleepingWaiterIsRun) {
 
 // ---- Traffic ----
 
-// A send at the same moment may take the notice that something has arrived, and no further notice comes.
+// A send at the same moment may consume the report that something has arrived, and there is no second report.
 class DrivingWithTraffic : public Driving {
  protected:
   void send_both_ways(bool is_quick, bool waits) {
@@ -514,7 +514,7 @@ TEST_P(Driving, DeadlinesAreKeptWhileOthersDriveAllTheTime) {
       EXPECT_TRUE(listening_->drive_until(Clock::now() + std::chrono::milliseconds(5), [] { return false; }));
     }
   });
-  // Neither of them beats, so each finds that the other is silent.
+  // Neither side sends beats, so each side finds that the other is silent.
   EXPECT_EQ(at_connector_.wait_failure().kind, FailureKind::kPeerLost);
   EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
   is_over = true;

@@ -1,5 +1,5 @@
-// Two ends in one process: each frame that is pushed is found once, and in order. ring_board_test.cc tests
-// which reader is woken.
+// Tests two ends in one process: each frame that is pushed is found once, and in order. ring_board_test.cc
+// tests which reader is woken.
 #include "transport/frame_rings.h"
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ FrameHeaderBytes frame(std::uint64_t sequence) {
   return bytes;
 }
 
-// Takes the oldest frame and returns its number; none if there is no frame.
+// Takes the oldest frame and returns its number; nothing if there is no frame.
 std::optional<std::uint64_t> taken(FrameRings& rings) {
   FrameHeaderBytes bytes;
   if (!rings.take(bytes)) return std::nullopt;

@@ -1,4 +1,4 @@
-// Only with links inside a process does the receiver read the sender's own memory.
+// Tests links inside a process. Only there the receiver reads the sender's own memory.
 #include <gtest/gtest.h>
 
 #include <atomic>

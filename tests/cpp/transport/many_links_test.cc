@@ -1,5 +1,5 @@
-// A transport with many links to several peers, all of which send at random: nothing is lost or out of order,
-// whichever threads sleep meanwhile. For every transport.
+// Tests every transport with many links to several peers that all send at random. No frame is lost or out of
+// order, whichever threads sleep meanwhile.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -39,7 +39,7 @@ class CountingEnd final : public LinkHandler {
     }
     EXPECT_EQ(number_of(header), num_received_++);
     EXPECT_EQ(payload.empty(), header.kind == FrameKind::kCredit);
-    // The time for which it may wait changes with every frame, as a channel's does.
+    // The link's patience changes with every frame, as in a channel.
     link.let_wait(static_cast<Patience>((number_ + num_received_) % 3));
     return std::nullopt;
   }

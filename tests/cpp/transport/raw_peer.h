@@ -1,4 +1,4 @@
-// Peers without our protocol: a bare ZeroMQ socket, a bare TCP connection at either end.
+// Makes peers that do not follow our protocol: a bare ZeroMQ socket, and a bare TCP connection at either end.
 #pragma once
 
 #include <arpa/inet.h>
@@ -68,7 +68,7 @@ class RawPeer {
       ASSERT_GE(zmq_.send(socket_, parts[part].data(), parts[part].size(), flags), 0);
     }
   }
-  // As send(), of one part, unless the other end has gone already: then send() would wait for good.
+  // Sends one part, unless the other end has gone already. In that case send() would wait for ever.
   void offer(const std::vector<std::byte>& part) {
     if (zmq_.send(socket_, part.data(), part.size(), zmq::kDontWait) >= 0) return;
     EXPECT_EQ(zmq_.errno_of_thread(), EAGAIN) << zmq_.last_error();
@@ -157,7 +157,7 @@ inline std::string zmtp_greeting(const std::string& mechanism = "NULL", bool is_
   return greeting + static_cast<char>(is_server) + std::string(31, '\0');
 }
 
-// A command of 255 bytes at most: a longer one would need another head.
+// A command of at most 255 bytes. A longer command would need a different header.
 inline std::string zmtp_command(const std::string& body) {
   return std::string("\4") + static_cast<char>(body.size()) + body;
 }

@@ -23,7 +23,7 @@
 
 namespace pipedream {
 
-// Long enough for every machine: it only ends a test that is deadlocked.
+// This is long enough for every machine. It only ends a test that is deadlocked.
 inline constexpr auto kPatience = std::chrono::seconds(60);
 
 // Records every call. All functions may be called from any thread.
@@ -63,7 +63,7 @@ class Recorder final : public LinkHandler {
   [[nodiscard]] bool wait_open() {
     return wait([&] { return num_opened_ > 0; });
   }
-  // Waits until the link has opened or failed; whether it has opened.
+  // Waits until the link has opened or failed. Returns whether it has opened.
   [[nodiscard]] bool wait_open_or_failure() {
     return wait([&] { return num_opened_ > 0 || !failures_.empty(); }) && num_opened() > 0;
   }
@@ -192,7 +192,7 @@ inline std::vector<std::byte> patterned_bytes(std::size_t num_bytes, std::uint32
   return bytes;
 }
 
-// A pair that is allowed to talk to itself, and to others of one's choice. Throws UserError without libzmq.
+// A pair of keys that may talk to itself and to `others`. Throws UserError without libzmq.
 inline CurveKeys make_keys(const std::vector<std::string>& others = {}) {
   const auto [public_key, secret_key] = make_curve_keys();
   CurveKeys keys{public_key, secret_key, {public_key}};
@@ -225,7 +225,7 @@ inline std::unique_ptr<Transport> make_transport(const std::string& name, Transp
   return make_zmq_transport(options);
 }
 
-// Polls for something that no call of a handler tells.
+// Polls until the predicate is true, for states that no call of a handler reports.
 template <class Predicate>
 [[nodiscard]] bool wait_until(Predicate predicate) {
   for (const auto deadline = Clock::now() + kPatience; Clock::now() < deadline;) {

@@ -1,4 +1,4 @@
-// Two boards in one process: each mark is found once, and a reader that asks to be woken is woken once.
+// Tests two boards in one process: each mark is found once, and a reader that asks to be woken is woken once.
 #include "transport/ring_board.h"
 
 #include <gtest/gtest.h>
@@ -145,8 +145,8 @@ TEST_F(Board, IsOpenedOnceByAllLinksToOnePeer) {
   EXPECT_EQ(other.board_of_peer("1:2:3:4"), nullptr);
 }
 
-// Several peers with many links, and a reader that sleeps whenever it may: a mark or a bell that is lost
-// leaves it asleep. Each link counts what its peer has sent, as a ring does.
+// Several peers have many links to a reader that sleeps whenever it may. If a mark or a bell were lost, the
+// reader would stay asleep. Each link counts what its peer has sent, as a ring does.
 TEST_F(Board, ReaderThatSleepsMissesNoLinkOfMany) {
   constexpr int kNumPeers = 3;
   constexpr std::size_t kNumLinks = 200;

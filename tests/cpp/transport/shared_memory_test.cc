@@ -1,6 +1,6 @@
-// Memory that two processes map: one process reads what the other writes, memory that is not the one
-// described by the address is refused, and nothing is left behind. The other process is a fork of the test
-// that executes the test again, with one test and an address.
+// Tests memory that two processes map. One process reads what the other writes, memory that does not match
+// its address is refused, and nothing is left behind. The other process is a fork of the test that executes
+// the test again, with one test and an address.
 #include "transport/shared_memory.h"
 
 #include <dlfcn.h>
@@ -30,7 +30,7 @@
 #include "base/failure.h"
 #include "base/scope_exit.h"
 
-// The page size that sysconf returns instead of the system's; 0: it returns the system's.
+// The page size that sysconf() returns; if 0, it returns the system's page size.
 static long page_bytes_said = 0;
 
 // Replaces the C library's sysconf in this test program.
@@ -421,7 +421,8 @@ TEST(SharedMemory, SmallOnesDoNotAllBeginWithAHugePage) {
   EXPECT_GT(places.size(), 1U);
 }
 
-// A kernel of 4 KiB pages maps 64 KiB as well, so that its checks of a larger page's bounds do not show here.
+// A kernel with 4 KiB pages accepts any multiple of 4 KiB, so its checks for larger pages cannot be tested
+// here.
 TEST(SharedMemory, WhatIsSharedBeginsAtAPageOfTheSystemsWhateverItsSize) {
   const ScopeExit own_size([] { page_bytes_said = 0; });
   page_bytes_said = 64 << 10;

@@ -1,5 +1,5 @@
-// Behaves as a slow line to a listener: all TCP connections through it together carry so many bytes a second
-// towards the listener. The other direction is not slowed down.
+// Behaves like a slow line to a listener. All TCP connections through it together carry a limited number of
+// bytes per second towards the listener. The other direction is not slowed down.
 #pragma once
 
 #include <arpa/inet.h>

@@ -1,5 +1,5 @@
-// The contract that every transport keeps: frames come in order and exactly once, peers are who they claim to
-// be, and a farewell is told from a loss.
+// Tests what every transport promises: frames come in order and exactly once, peers are who they claim to be,
+// and a farewell is distinguished from a loss.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -55,7 +55,7 @@ class TransportContract : public testing::TestWithParam<std::string> {
     connecting_ = make_transport(GetParam());
   }
 
-  // A link between the two transports, open on both sides.
+  // Opens a link between the two transports, on both sides.
   void open_link(LinkOptions listener_options = link_options("stage 0 (rank 0)"),
                  LinkOptions connector_options = link_options()) {
     make_link(std::move(listener_options), std::move(connector_options));
@@ -717,7 +717,7 @@ TEST_P(TransportContract, ALinkOnWhichNothingComesLivesWhileAnotherOfItsPeerDoes
   // When the peer is silent, both links are lost.
   EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
   EXPECT_EQ(at_silent_listener.wait_failure().kind, FailureKind::kPeerLost);
-  // Before the handlers of this test's own link die.
+  // The transport must end before the handlers of this test's own link die.
   connecting_.reset();
   listening_.reset();
 }

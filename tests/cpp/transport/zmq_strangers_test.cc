@@ -1,5 +1,5 @@
-// Strangers that connect to a listener are refused and counted, and the true peer can still connect. Also
-// tests connections that know the endpoint but send nothing.
+// Tests that strangers who connect to a listener are refused and counted, and that the true peer can still
+// connect. Also tests connections that know the endpoint but send nothing.
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <ifaddrs.h>

@@ -55,7 +55,7 @@ class PeerEnvironment final : public testing::Environment {
 [[maybe_unused]] testing::Environment* const peer_environment =
     testing::AddGlobalTestEnvironment(std::make_unique<PeerEnvironment>().release());
 
-// Killed at the latest when it goes out of scope.
+// The peer process. It is killed at the latest when this object goes out of scope.
 class PeerProcess {
  public:
   explicit PeerProcess(const std::string& endpoint, bool beats = false) {

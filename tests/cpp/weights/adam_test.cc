@@ -1,4 +1,4 @@
-// The vectorised Adam against a plain scalar one, for every combination of options.
+// Compares the vectorised Adam with a plain scalar Adam, for every combination of options.
 #include "weights/adam.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// The optimizers' kernels against the host's, bit for bit: on a device where there is one, else on the tests'
-// own runtime (cuda_stub/cuda_stub.h).
+// Compares the optimizers' CUDA kernels with the host's, bit for bit. They run on a device if there is one,
+// and otherwise on the tests' own runtime (cuda_stub/cuda_stub.h).
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -25,7 +25,8 @@
 namespace pipedream {
 namespace {
 
-// More tensors than a launch takes, of sizes around a pack's and a block's; one is misaligned.
+// There are more tensors than fit in a launch. Their sizes are around the size of a pack and of a block, and
+// one tensor is misaligned.
 constexpr std::size_t kNumTensors = 51;
 // The arrays of a tensor. The weights in and out and the gradient have the tensor's element type; then come
 // the two moments, their maximum and the master.

@@ -1,4 +1,4 @@
-// Every set of host kernels gives the same bits, streamed or not, whatever the alignment.
+// Tests that every set of host kernels gives the same bits, streamed or not, for every alignment.
 #include "weights/host_kernels.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The vectorised SGD against a plain scalar one, for every combination of options.
+// Compares the vectorised SGD with a plain scalar SGD, for every combination of options.
 #include "weights/sgd.h"
 
 #include <gtest/gtest.h>

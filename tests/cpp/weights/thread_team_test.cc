@@ -1,5 +1,5 @@
-// The thread team runs every task once, even if threads come late or another caller wants the team at the
-// same time.
+// Tests that the thread team runs every task once, even if threads come late or another caller wants the team
+// at the same time.
 #include "weights/thread_team.h"
 
 #include <dlfcn.h>

@@ -1,4 +1,5 @@
-// The slots under the programs of every stage: each read finds its version's content, with no spare slot.
+// Tests the slots with the programs of every stage. Each read finds the content of its version, and there is
+// no spare slot.
 #include "weights/version_slots.h"
 
 #include <gtest/gtest.h>

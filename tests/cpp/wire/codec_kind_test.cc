@@ -1,4 +1,4 @@
-// The table that a header's codec and dtype are checked against.
+// Tests the table by which a header's codec and dtype are checked.
 #include "wire/codec_kind.h"
 
 #include <gtest/gtest.h>

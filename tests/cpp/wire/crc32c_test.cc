@@ -1,4 +1,4 @@
-// Both implementations of CRC-32C give the same value at every length and alignment.
+// Tests that both implementations of CRC-32C give the same value at every length and alignment.
 #include "wire/crc32c.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// The frame header: a header that is encoded is decoded to the same one, and every wrong header is refused
-// with the name of the field that is wrong.
+// Tests the frame header. An encoded header is decoded to the same header. Every wrong header is refused with
+// an error that names the wrong field.
 #include "wire/frame.h"
 
 #include <gtest/gtest.h>
@@ -245,7 +245,7 @@ TEST(Frame, RandomBytesAreRefused) {
   for (int round = 0; round < 20'000; ++round) {
     for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
     ASSERT_FALSE(decode(bytes).ok());
-    // With the right magic, version and checksum the fields' own rules must hold the line without a crash.
+    // Magic, version and checksum are right, so only the rules for the fields can refuse the header.
     const HeaderBytes plausible = forged(forged(bytes, 0, kFrameMagic), 4, kFrameFormatVersion);
     ASSERT_FALSE(decode(plausible).ok());
   }
@@ -518,7 +518,7 @@ TEST(Fingerprint, OrderOfStripesCounts) {
 }
 
 TEST(Fingerprint, ValueNeverChanges) {
-  // Workers of one run compare it; a new formula needs a new wire format version.
+  // Workers of one run compare fingerprints, so a new formula needs a new wire format version.
   EXPECT_EQ(fingerprint({}), 5621926231951721409u);
   const std::string text = "the same minibatch on both workers, more than one block long";
   EXPECT_EQ(fingerprint(bytes_of(text)), 3290633881614906863u);

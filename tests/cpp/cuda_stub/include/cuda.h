@@ -1,4 +1,5 @@
-// The part of the CUDA driver's header that the core uses, for the tests' stand-in (cuda_stub.h).
+// Declares the part of the CUDA driver's header that the core uses, for the tests' CUDA runtime
+// (cuda_stub.h).
 #pragma once
 
 using CUdevice = int;

@@ -1,5 +1,6 @@
-// The part of the CUDA runtime's header that the core uses, for the tests' stand-in (cuda_stub.h). A .cu that
-// includes it is C++: kernels are functions, run by fibers (kernel_launch.h).
+// Declares the part of the CUDA runtime's header that the core uses, for the tests' CUDA runtime
+// (cuda_stub.h). A .cu file that includes it is compiled as C++: kernels are functions that fibers run
+// (kernel_launch.h).
 #pragma once
 
 #include <cstddef>
