@@ -86,7 +86,7 @@ class Evaluated(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """The part of a run before the checkpoint from which it continues, by minibatch."""
+    """Reports of the minibatches before the checkpoint from which the run continues, by minibatch."""
 
     losses: Sequence[float]
     samples: Sequence[int]
@@ -94,7 +94,7 @@ class History:
     """The epoch of each minibatch. The last entry is of the first minibatch after the checkpoint."""
     evaluations: Sequence[Evaluated]
     is_evaluated_next: bool
-    """Whether the weights of the checkpoint are evaluated when the run goes on."""
+    """Whether the weights of the checkpoint are evaluated when the run continues."""
     group_size: int
     """Minibatches between two boundaries."""
 
@@ -223,8 +223,8 @@ class Steering:
     def tell(
         self, question: Question, losses: Sequence[float], evaluations: Sequence[Evaluated] = ()
     ) -> Decision:
-        """Tells the callbacks of a boundary and returns their joint decision. losses: of all minibatches up
-        to the question's boundary, at least. evaluations: those that the question names.
+        """Tells the callbacks of a boundary and returns their joint decision. losses: the losses of at least
+        all minibatches up to the question's boundary. evaluations: the evaluations that the question names.
 
         If a callback raises, the run stops. After that no callback gets a report."""
         self.note_last(question)

@@ -92,7 +92,7 @@ def _check_callbacks(name: str, value: Any) -> None:
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Checks arguments of run() one by one, without model and plan. Takes any of them, so that mistakes can
+    """Checks arguments of run() one by one, without model and plan. Accepts any of them, so that mistakes can
     be found before slow work begins. Raises as run() does."""
     for option in RUN_OPTIONS:
         if option.name not in arguments:

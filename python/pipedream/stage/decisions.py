@@ -203,7 +203,7 @@ class Asking:
         rates: returns the present learning rates.
         first_minibatch: the run's first minibatch.
         origin: the minibatch from which callbacks count.
-        answered: events of answers from before the run, by boundary."""
+        answered: the events that callbacks decided on before the run, by boundary."""
         self._way = way
         self._points = points
         self._lead = lead

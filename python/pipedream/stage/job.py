@@ -148,8 +148,8 @@ class JobOptions:
     continues: Continued | None = field(default=None, metadata=OWN)
     """The checkpoint from which the run continues. All workers use rank 0's value."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
-    """For each entry of the data, the minibatch in which it is largest (planning.shapes.largest_in). For
-    errors."""
+    """For each entry of the data, the minibatch in which the entry is largest (planning.shapes.largest_in).
+    Used in errors."""
 
     @property
     def schedule_name(self) -> str:

@@ -256,8 +256,8 @@ class AsynchronousServer(ShardClient):
             self.serve(self._awaiting[index], item)
 
     def serve(self, other: int, item: _core.ReceivedItem) -> None:
-        """Takes an item that a replica has pushed. A part is applied and answered when all its chunks are
-        there."""
+        """Receives an item that another replica has pushed. A part is applied and answered when all its
+        chunks have been received."""
         self._awaiting.remove(other)
         if item.fields.is_end_of_data:
             return

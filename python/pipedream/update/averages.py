@@ -120,8 +120,9 @@ class Averages:
         return self._counts.get(_OWN, 0) + self._count_before
 
     def go_on(self, values: Mapping[str, Tensor], count: int) -> None:
-        """Continues from averages over `count` versions. values: by the name of each parameter, or of the
-        whole parameter of which it is a piece. Unless all are given, averages begin with the next version."""
+        """Continues from averages over `count` versions. values: the averages by parameter name; for a piece,
+        by the name of the whole parameter. If a value is missing, the averages start again with the next
+        version."""
         found = [value for name, _ in self._named if (value := _value_of(name, values)) is not None]
         if count > 0 and len(found) == len(self._named):
             self._tensors = found

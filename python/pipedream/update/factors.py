@@ -180,7 +180,7 @@ class FactorExchange:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of factors that backwards have left and that are not pushed yet."""
+        """Bytes of factors that backwards have computed and that are not pushed yet."""
         return self._left.num_bytes
 
     def counts(self, parameter: int) -> bool:
@@ -194,7 +194,7 @@ class FactorExchange:
 
     @property
     def has_pushed(self) -> bool:
-        """Whether the factors of the round that is being pushed have left."""
+        """Whether the factors of the round that is being pushed have been sent."""
         return self._pushed is not None
 
     def end_push(self, round_index: int) -> None:
@@ -208,8 +208,8 @@ class FactorExchange:
         self._of_rounds.setdefault(round_index, {})[other] = factors_of(item)
 
     def mean_of(self, round_index: int, parameter: int, num_minibatches: int) -> Tensor | None:
-        """Returns the mean gradient of a weight over the round's minibatches; None if no replica has one.
-        All factors of the round must have come."""
+        """Returns the mean gradient of a weight over the round's minibatches; None if no replica has a
+        gradient. Call it after all factors of the round have been received."""
         index = self._index_of[parameter]
         by_replica = {replica: found[index] for replica, found in self._of_rounds[round_index].items()}
         factors = {replica: found for replica, found in by_replica.items() if found is not None}

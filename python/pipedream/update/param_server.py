@@ -101,11 +101,12 @@ class ParameterServer(ShardClient):
         run(self._optimizer.end_step)
 
     def keep_version(self, slot: int) -> None:
-        """Copies the version in the slot into the parameters from which the slots were made."""
+        """Copies the version in the slot into the stage's original parameters."""
         self._weights.own.restore(slot)
 
     def skip(self, read_slot: int, write_slot: int) -> None:
-        """Copies the version unchanged. All gradients have come, because they were measured."""
+        """Copies the version unchanged. All gradients have been received, because an update is skipped only
+        after they were measured."""
 
         def copy(part: ShardPart, pieces: slice, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:
             if read_slot != write_slot and read:

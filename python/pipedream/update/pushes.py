@@ -102,7 +102,7 @@ class EarlyPushes:
 
 
 def item_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """The capsules by which the core takes the tensors of an item."""
+    """Returns the DLPack capsules that pass the tensors of an item to the core."""
     return [to_dlpack(exportable(tensor)) for tensor in tensors]
 
 

@@ -71,8 +71,8 @@ class ReducedGradients(_GroupGradients):
         self._loss_scale = loss_scale
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """Takes the mean of the gradients of the minibatch's round. A parameter that has no gradient at any
-        replica gets None."""
+        """Collects the gradients of the minibatch's round, and computes their mean over all replicas. The
+        mean is None for a parameter that has no gradient at any replica."""
         round_index = self._rounds.round_of(minibatch)
         leaves = self._leaves(own_slot, self._tied.owned_gradient_slot)
         gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
@@ -119,7 +119,8 @@ class LocalSteps(_GroupGradients):
         self._share = loss_scale
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """Takes the mean of the replica's own gradients of the minibatch's round, if it has any."""
+        """Collects the replica's own gradients of the minibatch's round, if there are any, and computes their
+        mean."""
         round_index = self._rounds.round_of(minibatch)
         super().take(minibatch, own_slot)
         self._num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())

@@ -43,7 +43,7 @@ class HeldVersions:
     been overwritten by then."""
 
     def __init__(self, contents: Mapping[int, Mapping[str, Tensor]] | None = None, newest: int = 0) -> None:
-        """contents: by version, the copies from the run before. newest: the version that is in the slot at
+        """contents: by version, the copies from the previous run. newest: the version that is in the slot at
         the start."""
         self.contents = {version: dict(values) for version, values in (contents or {}).items()}
         self._newest = newest
