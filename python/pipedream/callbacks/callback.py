@@ -63,8 +63,8 @@ class StartReport:
     decision_lead: int
     """Minibatches from the boundary of a report to the boundary where its decision takes effect."""
     minibatches_per_update: int = 1
-    """The number of minibatches per update of the first stage. It is more than one if the stage has replicas
-    that take turns."""
+    """The number of minibatches per update of the first stage. It is more than one if the stage has replicas,
+    which get minibatches in turn."""
 
 
 @dataclass(frozen=True)

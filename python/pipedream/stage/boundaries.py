@@ -54,8 +54,8 @@ class BoundaryListener(Protocol):
 
 @dataclass(frozen=True)
 class Planned:
-    """An event that is due at boundaries known from the data's length and epochs. So all replicas of stage 0
-    plan the same boundaries."""
+    """An event whose boundaries follow from the position in the data, so that all replicas of stage 0 plan
+    the same ones."""
 
     event: int
     every: int | str

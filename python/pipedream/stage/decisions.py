@@ -63,8 +63,7 @@ class StopOrder(Protocol):
 
 
 class Stopping:
-    """Decides where a run ends that the user or a callback wants to end early. It ends at rank 0's next
-    boundary.
+    """Decides where a run ends that the user has asked to end early. It ends at rank 0's next boundary.
 
     If stage 0 has replicas, rank 0 names a boundary that no replica has passed. Rank 0 writes the order
     before its next push. Each replica needs rank 0's push of every round, so it reads the order in time."""

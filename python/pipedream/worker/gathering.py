@@ -144,8 +144,8 @@ def _gather(
     result = combine_reports(plan, schedule, between, in_order, record)
     if found:
         result.ema = whole_averages(run.stages, found)
-    # No rank closes its links before the result arrives here, because then all ranks are done. Only rank 0
-    # gets the trace, because it can be large.
+    # The result is also the farewell. Without it a rank might close its links before all ranks have received
+    # everything. Only rank 0 gets the trace, because it can be large.
     shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved, _STATE: document}
     _hand_down(run, core, shared, of_loss)
     return result, unsaved, document
