@@ -455,12 +455,12 @@ def test_a_codec_that_rounds_stays_close_to_the_exact_run(
         assert abs(loss - wanted) <= relative * abs(wanted)
 
 
-def test_codecs_of_gradients_leave_the_first_minibatch_as_it_was(
+def test_codecs_of_gradients_leave_the_first_two_minibatches_as_they_were(
     farm: Farm, exact: tuple[RunResult, State]
 ) -> None:
     result, _ = _train(farm, _TRAINING, codec={"gradients": "topk:0.1"})
-    # The second stage reads weights that these gradients have changed from minibatch 2 on, the first from 3
-    # on.
+    # Encoded gradients change the weights from the first update on. The second of three stages first reads
+    # such weights at minibatch 2, the first stage at minibatch 3. So the first two losses are exact.
     assert result.losses[:2] == exact[0].losses[:2]
     assert result.losses[2:] != exact[0].losses[2:]
     assert all(math.isfinite(loss) for loss in result.losses)
