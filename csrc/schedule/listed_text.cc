@@ -204,11 +204,11 @@ std::string ListedProgram::how_to_stash(StageIndex stage, std::int64_t number) c
          " into the warm-up";
 }
 
-// The last minibatch to move from the body into the warm-up so that the microbatch's backward, which stands
-// in the body, can read its forward's version. As the text is now, the backward's line would have to name a
-// version that does not exist in the first body, because it would be older than the oldest one. So the body
-// must begin later. Once the reads repeat, the backward's version is too new by some number of updates; the
-// body begins later by as many bodies as make that many updates.
+// The last minibatch that must move from the body into the warm-up, so that the microbatch's backward in the
+// body can read its forward's version. Once the bodies repeat, the backward reads a version that is too new
+// by num_too_new updates. The backward's line cannot simply name an older version, because in the first body
+// that version would be older than the first one. It can if the body begins later, by as many bodies as make
+// num_too_new updates.
 std::int64_t ListedProgram::last_to_warm_up(StageIndex stage, std::int64_t number) const {
   const ListedReads& forwards = forward_reads(stage);
   const std::int64_t per_body = forwards.numbers_per_body();
