@@ -34,7 +34,7 @@ DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 
 
 class ByteModel(L.LightningModule):
-    """A small decoder, written as for any Trainer: nothing in it knows of pipelines."""
+    """A small decoder, written as for any Trainer, without any code for pipelines."""
 
     def __init__(self, width: int, num_blocks: int, context: int, learning_rate: float) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 PyPI's torchvision is compiled for the CUDA torch. With a CPU torch its operators for detection do not load,
 and `import torchvision` fails with "operator torchvision::nms does not exist". Classifiers do not use these
 operators, so it is enough to declare them. transformers imports torchvision if it is installed, so its users
-meet this error too. If torchvision imports without help, or is not installed, this module does nothing.
+also meet this error. If torchvision imports without help, or is not installed, this module does nothing.
 """
 
 from __future__ import annotations
