@@ -1,4 +1,6 @@
-"""footprint.py: the meters that count what the work of a stage allocates, in a rehearsal and in training."""
+"""Tests footprint.py: meters that count the memory that a stage's work allocates, in a rehearsal and in
+training.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ def test_the_terms_of_work_items_add_up_to_the_peak() -> None:
 
 
 def test_a_smaller_microbatchs_backward_counts_from_the_most_that_was_kept() -> None:
-    # It keeps less, and needs as much beside: together that is less, and no term may say more.
+    # The first microbatch needs 20 + 50 KiB and the second one 4 + 60. The sum of the second one is smaller,
+    # so it must not raise a term.
     meter = _meter([])
     for kept, beside in ((20, 50), (4, 60)):
         with meter.forward():

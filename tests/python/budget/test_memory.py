@@ -1,4 +1,4 @@
-"""memory.py: the memory terms of a worker, and what a limit makes the worker do."""
+"""Tests memory.py: the memory terms of a worker, and the savings that it chooses to fit into a limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def _footprint(*, stash: int = 100, inputs: int = 10, outputs: int = 20, transie
 def _memory(
     schedule: str = "pipedream", *, rank: int = 0, microbatches: int = 1, num_workers: int = 4, **given: Any
 ) -> MemoryPlan:
-    """Returns the plan of one rank of four stages. given: fields of MemoryPlan."""
+    """Returns the memory plan of one rank in a pipeline of four stages. given: fields that replace those set
+    here.
+    """
     plan = Plan.straight(4, 4, num_workers=num_workers)
     options = _core.ScheduleOptions(schedule, plan.in_flight, microbatches, plan.placement)
     fields: dict[str, Any] = {
@@ -86,9 +88,9 @@ def _waiting(memory: MemoryPlan, kind: str, from_stage: int, to_stage: int) -> i
 
 
 def _gradients_beside(memory: MemoryPlan, stage: int) -> int:
-    """Returns how many gradients may lie beside the stash of a stage that keeps all that it has in flight.
+    """Returns how many gradients a stage may hold besides the stashes of all its microbatches in flight.
 
-    These are the gradients of microbatches that only the stage upstream has in flight, and one that is
+    They are the gradients of microbatches that only the stage upstream still has in flight, and one that is
     released late.
     """
     here, upstream = (_core.num_microbatches_in_flight(memory.schedule, s) for s in (stage, stage - 1))
@@ -118,11 +120,12 @@ def test_gradients_that_are_larger_than_what_is_kept_wait_in_its_place() -> None
 def _most_held(
     options: _core.ScheduleOptions, stage: int, kept: int, gradient: int, count: int | None = None
 ) -> int:
-    """Returns the most bytes that replica 0 of the stage has at once, of what it keeps and of gradients that
-    nobody has received.
+    """Returns the most bytes that replica 0 of the stage has at once. It has `kept` bytes for each microbatch
+    between forward and backward, and `gradient` bytes for each gradient that no worker has received.
 
-    Follows the workers' own lists. All other workers do no more than this replica needs to go on. count: the
-    number of minibatches; None takes the worst of several, so that the last one may fall anywhere.
+    The function executes the workers' lists. Other workers do only what this replica waits for. count: the
+    number of minibatches; None: the largest result for several numbers, because a run may end anywhere in a
+    round.
     """
     placement = options.placement
     if count is None:
@@ -160,11 +163,13 @@ def _most_held(
 def _most_held_of_all_orders(
     options: _core.ScheduleOptions, stage: int, kept: int, gradient: int, count: int
 ) -> int:
-    """The same of every order in which the workers may do what their lists say, one by one."""
+    """Returns the same bytes as _most_held(), but the largest over all orders in which the workers may
+    execute their lists.
+    """
     placement = options.placement
     programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]
-    # For each worker and each number of instructions done: items sent or received by each edge, and items
-    # held here.
+    # For each worker and each number of instructions that it has executed: the items sent or received over
+    # each edge, and the microbatches between forward and backward.
     done: list[list[dict[str, int]]] = []
     for program in programs:
         sums = [dict.fromkeys(["here", *map(str, _core.edges_of(options))], 0)]
@@ -267,7 +272,9 @@ def test_what_is_kept_and_the_gradients_that_wait_are_what_the_lists_allow(
 def test_replicas_upstream_may_leave_gradients_of_all_that_they_have_in_flight(
     replicas: tuple[int, ...], more: int
 ) -> None:
-    """Only a link that is slow in that direction alone brings this about. A fast one never shows it."""
+    """Such gradients collect only if the link is slow for gradients and fast for activations. Tests on fast
+    links do not show them.
+    """
     plan = Plan.replicated(len(replicas), replicas)
     in_flight = [plan.in_flight[0] + more, *plan.in_flight[1:]]
     options = _core.ScheduleOptions("pipedream", in_flight, 1, plan.placement)
@@ -275,7 +282,9 @@ def test_replicas_upstream_may_leave_gradients_of_all_that_they_have_in_flight(
 
 
 def _minibatches_of(in_flight: int, microbatches: int) -> int:
-    """The most minibatches that so many microbatches in a row can be of."""
+    """Returns the largest number of minibatches to which in_flight consecutive microbatches belong.
+    microbatches: the number of microbatches in a minibatch.
+    """
     return max(len({(first + i) // microbatches for i in range(in_flight)}) for first in range(microbatches))
 
 
@@ -291,8 +300,8 @@ def test_the_first_stage_keeps_the_inputs_of_whole_minibatches(schedule: str, mi
 def test_a_replica_with_one_microbatch_of_each_minibatch_keeps_the_inputs_of_all(
     microbatches: int, minibatches: int
 ) -> None:
-    """Each of two replicas has every second microbatch. So three of its microbatches in a row belong to so
-    many minibatches.
+    """Each of two replicas has every second microbatch. The three microbatches that a replica has in flight
+    belong to `minibatches` different minibatches.
     """
     plan = Plan((Stage(0, 0, 2), Stage(1, 1, 3)))
     assert plan.in_flight == (3, 1)
@@ -403,7 +412,7 @@ def test_the_stage_that_saves_most_is_recomputed_first(largest: int) -> None:
 
 
 def test_a_recompute_that_saves_nothing_is_not_chosen() -> None:
-    # At the last stage one microbatch is in flight, and recomputing it takes as much memory.
+    # The last stage has one microbatch in flight. Its stash takes as much memory as recomputing it does.
     memory = _memory(rank=3)
     with pytest.raises(ValueError) as caught:
         choose_savings(memory, None, memory.counted_bytes() - 1)

@@ -1,4 +1,4 @@
-"""offload.py: saved tensors that go to host memory and come back, and the choice of what to offload."""
+"""Tests offload.py: saved tensors that go to host memory and come back, and the choice of what to offload."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Square(torch.autograd.Function):
-    """Saves just what it is given, as it is given."""
+    """Saves its arguments for the backward without changing them."""
 
     unpacked: list[Tensor]
 
@@ -78,7 +78,9 @@ class Square(torch.autograd.Function):
 
 
 def _round_trip(make: Callable[[Tensor], Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """(what was saved, what came back) of tensors made from a leaf, their memory overwritten meanwhile."""
+    """Returns copies of tensors that a forward saved, and the tensors that its backward got back. make:
+    function of a leaf that returns the tensors to save.
+    """
     stage = _stage()
     leaf = _random(4, 6).requires_grad_()
     saved = _saved(stage, [leaf])
@@ -325,7 +327,7 @@ def test_a_graph_reads_its_version_wherever_that_lies_by_then() -> None:
     for version in range(5):
         weights.bind(version)
         with _saved(stage, [inputs]):
-            # The transposed weight and the weight itself, in products and in a convolution.
+            # The graph saves the transposed weight and the weight itself.
             losses.append((inputs @ layer.weight.t() @ layer.weight).square().sum())
         current = weights.leaves(version)[0].detach().clone().requires_grad_()
         alone = (inputs @ current.t() @ current).square().sum()
@@ -430,7 +432,8 @@ def test_nothing_is_chosen_without_a_limit_or_with_room() -> None:
 def test_recompute_is_tried_first_then_versions_then_activations() -> None:
     memory = _plan_of("cuda", **_LARGE)
     assert _chosen(memory, 185) == (True, [])
-    # Recompute takes 60 + 6 + 21 MiB and 48 KiB; with three versions it is 30 less.
+    # With recompute the stage needs 60 + 6 + 21 MiB and 48 KiB. With only three versions on the device it
+    # needs 30 MiB less.
     assert _chosen(memory, 88) == (True, [])
     assert _chosen(memory, 87) == (True, ["versions"])
     assert _chosen(memory, 58) == (True, ["versions"])
@@ -470,7 +473,8 @@ def test_a_stage_with_few_versions_or_microbatches_in_flight_is_not_offloaded() 
     assert not memory.with_offload(0, Offload(versions=True)).offloads_versions(0)
     memory = _plan_of("cuda", in_flight=(1, 1), stash_mib=20, offloadable_mib=20)
     assert not memory.with_offload(0, Offload(activations=True)).offloads_activations(0)
-    # Two in flight: one is there as the next, the other as the one that comes or goes.
+    # One of the two microbatches in flight is on the device because its backward is next, and the other one
+    # because it is being copied. So offloading saves nothing.
     memory = _plan_of("cuda", in_flight=(2, 1), stash_mib=20, offloadable_mib=20)
     with pytest.raises(ValueError, match=r"needs 40\.00 MiB"):
         choose_savings(memory, [False, False], 39 * _MIB)

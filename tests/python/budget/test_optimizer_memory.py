@@ -1,4 +1,4 @@
-"""optimizer_memory.py: what optimizers keep, and what their steps allocate and drop."""
+"""Tests optimizer_memory.py: the state of optimizers, and the tensors that a step allocates and frees."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_predicted_state_is_what_the_optimizer_keeps_and_predicting_does_not
 
 
 class _Own(torch.optim.Optimizer):
-    """An optimizer of the user's. Its step may do more than an update: write a log, count, talk to others."""
+    """A user's optimizer. No prediction may call its step(), which may do more than an update."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -154,8 +154,8 @@ def test_a_step_of_the_users_own_is_not_tried_within_masters_either() -> None:
 def test_what_a_step_keeps_of_the_parameter_before_is_predicted(
     kind: type[torch.optim.Optimizer], shapes: list[tuple[int, ...]]
 ) -> None:
-    """One parameter of each shape was once tried, so no parameter followed another of its shape. Of the three
-    temporaries of Adam's steps only two were predicted.
+    """A step was once tried with one parameter of each shape, so no parameter followed another of the same
+    shape. Of three temporary tensors of Adam's step only two were predicted.
     """
     made = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in shapes]
     measured = _measured_step_bytes(kind(made))  # type: ignore[call-arg]

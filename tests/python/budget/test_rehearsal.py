@@ -1,5 +1,5 @@
-"""rehearsal.py: each worker runs its own stages once on its own device, and learns what crosses and what it
-takes.
+"""Tests rehearsal.py: each worker runs its own stages once on its own device, and learns their boundaries and
+the memory that they need.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ _KIB = 1024
 
 @pytest.fixture(autouse=True)
 def _same_threads(one_thread: Any) -> Iterator[None]:
-    """The kernels of several threads may use other temporary memory."""
+    """Runs tests with one thread, because kernels on several threads may use other temporary memory."""
     yield
 
 
 class _Known(torch.autograd.Function):
-    """Saves `kept` bytes, and needs further ones while it runs, forward and backward."""
+    """Saves `kept` bytes for the backward. The forward allocates `forward` further bytes while it runs, the
+    backward `backward` bytes.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, kept: int, forward: int, backward: int) -> torch.Tensor:
@@ -49,7 +51,7 @@ class _Known(torch.autograd.Function):
 
 
 class _Reused(nn.Module):
-    """A layer that is called, and whose weight is used otherwise, too."""
+    """Calls a linear layer, and uses the layer's weight a second time without the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,12 +96,12 @@ def test_what_is_kept_and_what_is_temporary_are_told_apart_stage_by_stage() -> N
     )
     _assert_about(first.stash_bytes, 64 * _KIB)
     _assert_about(second.stash_bytes, 32 * _KIB)
-    # The forward's temporary is there before what is kept is made.
+    # The forward frees its temporary tensor only after it has made the kept one, so all of it counts.
     _assert_about(first.transient_bytes, 96 * _KIB)
     _assert_about(second.transient_bytes, 200 * _KIB)
     assert first.is_measured
     assert (first.input_bytes, first.output_bytes, first.gradient_bytes) == (16, 16, 4)
-    # The last stage has the targets too, and its loss goes nowhere.
+    # The last stage has the targets, too. It sends no outputs.
     assert (second.input_bytes, second.output_bytes) == (16 + 16, 0)
 
 
@@ -125,12 +127,13 @@ def test_a_loss_is_there_during_its_backward() -> None:
     layers = (nn.Linear(8, 8), nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 64))
     arguments = (split(nn.Sequential(*layers), Plan.straight(4, 2)), torch.zeros(64, 8), torch.zeros(64, 64))
     last = rehearse(*arguments, F.mse_loss)[1][1]
-    # On the host a mean of squared errors keeps the memory of the squares, 16 KiB, beside its gradient.
+    # On the host the mean of squared errors keeps the squares (16 KiB) until its backward has made the
+    # gradient.
     assert last.transient_bytes > 32 * _KIB
 
 
 class _Remembering(nn.Linear):
-    """Its latest output can be read until the next one is there."""
+    """Keeps its latest output until the next forward replaces it."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         self.latest = super().forward(value).detach()
@@ -199,7 +202,7 @@ def test_a_backward_or_loss_that_fails_is_left_to_the_first_minibatch() -> None:
 
 
 class _NotesItsDevice(nn.Module):
-    """The device of what it is given, and of the autocast that it runs under."""
+    """Notes the device of its input, and the device of the autocast under which it runs."""
 
     seen: ClassVar[list[tuple[str, str]]] = []
     autocast: ClassVar[list[str]] = []
@@ -214,8 +217,8 @@ class _NotesItsDevice(nn.Module):
 def test_a_stage_without_parameters_runs_on_the_workers_device_too(
     device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The device was once taken from the stage's parameters. A stage without any ran with the CPU's autocast
-    # lists.
+    # The device was once taken from the stage's parameters. A stage without parameters then ran with the
+    # autocast lists of the CPU.
     @contextlib.contextmanager
     def region(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
         assert dtype is torch.bfloat16
@@ -234,7 +237,7 @@ def test_a_stage_without_parameters_runs_on_the_workers_device_too(
 
 
 class _ReadsItsIndices(nn.Module):
-    """Fails, or on a GPU worse, on an index or a probability that is none."""
+    """Checks that its indices and shares are valid. On a GPU an invalid index makes the device unusable."""
 
     def forward(self, value: Any) -> torch.Tensor:
         rows, indices, shares = value
@@ -250,7 +253,7 @@ class _MakesIndices(nn.Module):
 
 
 def test_a_stage_is_given_what_the_stage_before_made() -> None:
-    # Masks, indices and probabilities are of no use as other values than their own.
+    # The second stage refuses other indices and shares than those that the first stage computes.
     stages = split(nn.Sequential(_MakesIndices(), _ReadsItsIndices(), nn.Identity()), Plan.straight(3, 3))
     boundaries, _ = rehearse(stages, torch.randn(3, 1, requires_grad=True), torch.zeros(4, 1), F.mse_loss)
     assert [spec.dtype for spec in boundaries[0].tensors] == [torch.float32, torch.int64, torch.float32]
@@ -278,8 +281,8 @@ def test_a_layer_that_fails_is_told_with_its_stage_and_rank() -> None:
 def test_an_error_of_the_device_at_the_last_stage_is_told_with_stage_and_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A label is out of range. The forward and the backward have been launched, or have failed, and no later
-    # use of the device succeeds, not even giving back the buffers.
+    # Imitates a GPU on which a label was out of range. From then on every use of the device fails, even
+    # restoring the buffers.
     class Fails(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -303,7 +306,8 @@ def _device_has_failed(_: torch.device) -> None:
 
 
 def test_a_loss_that_needs_no_targets_is_rehearsed() -> None:
-    # Its stage used to be taken for one that is not the last, and its backward for one of the outputs.
+    # Without targets the last stage was once rehearsed like a stage that is not the last. Its backward began
+    # at the outputs and not at the loss.
     plan = Plan.straight(2, 2)
     stages = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan)
     _, (_, last) = rehearse(stages, torch.zeros(2, 4), None, lambda outputs, _: outputs.mean())
@@ -312,7 +316,7 @@ def test_a_loss_that_needs_no_targets_is_rehearsed() -> None:
 
 
 class _Counts(nn.Module):
-    """A loss that knows how often it was called, in three ways."""
+    """A loss that counts its calls, in a buffer and in an attribute."""
 
     calls: torch.Tensor
 

@@ -1,4 +1,6 @@
-"""repeats.py: whether a forward can be done again, and whose random numbers it takes."""
+"""Tests the part of rehearsal.py that finds out whether a forward can be repeated, and whose random numbers
+it draws.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from resident import HOST, linear_versions, memory
 
 
 class _Trace:
-    """Three device slots for `num_versions`, with one float in each version."""
+    """ResidentVersions with num_versions versions, each of which has one float."""
 
     def __init__(self, num_versions: int) -> None:
         self.slots = [memory(8) for _ in range(num_resident_versions(num_versions))]

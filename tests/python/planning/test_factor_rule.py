@@ -1,4 +1,4 @@
-"""Plans whose replicas push factors: compared with an enumeration of all plans, and in files, texts and
+"""Tests plans whose replicas push factors: against an enumeration of all plans, in files and texts, and in
 simulations.
 """
 
@@ -28,10 +28,12 @@ _Row = tuple[float, int, int, list[tuple[int, int]], int]
 
 
 def _profile(rows: list[_Row], *, saved: bool = False, product_share: float | None = None) -> Profile:
-    """Returns layers from rows of (forward and backward ms, activation, other parameter bytes, weights, saved
-    bytes).
+    """Returns a profile with one layer per row. A row has the milliseconds of forward and backward together,
+    the bytes of activations, the bytes of parameters other than factorable weights, (bytes, factor bytes) of
+    each factorable weight, and the bytes saved for the backward.
 
-    product_share: the largest share of a backward that the product of each of the two weights may take.
+    saved: whether the profile has the saved bytes. product_share: measured time of each weight's product, as
+    a share of the layer's backward; None: not measured.
     """
     layers = []
     for index, (ms, activation, others, weights, kept) in enumerate(rows):
@@ -53,7 +55,9 @@ def _profile(rows: list[_Row], *, saved: bool = False, product_share: float | No
 
 
 def _stage_ms(layers: tuple[LayerProfile, ...], r: int, bytes_per_s: float, extra_ms: float = 0.0) -> float:
-    """Weight by weight, as docs/parameter-server.md says what travels and who computes."""
+    """Returns the milliseconds per minibatch of a stage with r replicas, computed weight by weight from the
+    rules in docs/parameter-server.md.
+    """
     compute_ms, sent_bytes = extra_ms, 0.0  # of one direction, in a round
     for layer in layers:
         compute_ms += layer.compute_ms
@@ -121,10 +125,13 @@ def test_a_plan_by_factors_is_the_best_of_all_plans(
 def test_the_fewest_replicas_within_a_bound_are_found_though_more_may_take_longer(
     layer: tuple[int, int, list[tuple[int, int]]], num_workers: int, wanted_ms: float
 ) -> None:
-    """Factors cost more with every further replica, until the weight goes dense."""
+    """With every further replica factors take more time. At some number of replicas the gradient is pushed
+    whole instead.
+    """
     compute_ms, others, weights = layer
     profile = _profile([(compute_ms, 0, others, weights, 0), (round(wanted_ms), 0, 0, [(4, 4)], 0)])
-    # The second layer has one replica, whatever it costs. The first one has as few as keep up with it.
+    # The second layer has so many parameters that replicas would slow it down. So it gets one replica, and
+    # the first layer gets the fewest replicas that keep up with it.
     profile = replace(
         profile, layers=(profile.layers[0], replace(profile.layers[1], parameter_bytes=1 << 40, factors=None))
     )
@@ -225,11 +232,13 @@ def test_memory_of_factored_weights_is_of_factors_and_whole_states() -> None:
         )
         return num_bytes
 
-    # A version, the model, gradients, momentum of a shard; copies of the others' gradients, slots for what
-    # they push and are pulled from; a step's temporary.
+    # The terms in order: a version, the model and the gradients; the momentum of a shard; copies of gradients
+    # for the other replicas, slots for their pushes, and slots for pulls; a step's temporary tensors.
     assert needed([]) == 3000 + 250 + 3 * 750 + 1000
-    # Of 800 bytes a version, the model and momentum; of the rest and of factors gradients of two rounds;
-    # slots of three others; in a step the gradient that is made and what it is made of.
+    # `dense` counts the 200 bytes that are not factored: a version and the model; the momentum of a shard;
+    # two rounds' gradients with copies; slots for pushes and for pulls. The factored weight has a version,
+    # the model and its whole momentum, factors of two rounds, and slots for the factors of three other
+    # replicas. A step has temporary tensors, and a gradient with the four factors that it is computed from.
     dense = 2 * 200 + 50 + 2 * (200 + 150) + 2 * 150
     assert needed([(800.0, 30.0, 0.0)]) == dense + 3 * 800 + (2 + 3) * 30 + 1000 + 800 + 4 * 30
     assert needed([(800.0, 400.0, 0.0)]) == needed([])  # as large as the weight
@@ -249,7 +258,7 @@ def test_the_rule_is_by_bytes_of_both_directions() -> None:
 
 
 def _wide() -> Profile:
-    """A small layer, and one whose gradients fill a slow link."""
+    """Returns a small layer, and a layer whose gradients are large and whose factors are small."""
     return _profile([(40, 1000, 8000, [], 0), (90, 0, 0, [(100_000, 500)], 0)])
 
 
@@ -302,7 +311,7 @@ def test_no_codec_is_planned_as_ever(codec: Any) -> None:
 
 @pytest.mark.parametrize("codec", [{"pushes": "factor"}, {"push": "factors"}, {"activations": "bf16"}])
 def test_a_plan_file_of_another_codec_is_refused(tmp_path: Path, codec: dict[str, str]) -> None:
-    """Each of them was simulated as if replicas pushed factors."""
+    """A plan with such a codec was once simulated as if its replicas pushed factors."""
     path = tmp_path / "plan.json"
     document = partition(_wide(), 2, 1e6, codec=FACTOR_CODEC, replicas=[2]).to_dict()
     path.write_text(json.dumps(document | {"codec": codec}))
@@ -322,7 +331,9 @@ def test_weights_that_are_more_than_their_layer_are_refused(tmp_path: Path) -> N
 
 
 def test_products_that_were_measured_longer_than_the_backward_are_the_backward(tmp_path: Path) -> None:
-    """Each product is measured alone, with noise. The rest of the backward cannot take less than no time."""
+    """Each product is measured separately, so the sum of their times may exceed the backward's time. Then the
+    products count as the whole backward.
+    """
     factors = (WeightFactors(4000, 300, 3.0), WeightFactors(1000, 30, 1.0))
     layer = LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=factors)
     assert factored_sum([layer], 2).product_ms == 2.0
@@ -330,17 +341,20 @@ def test_products_that_were_measured_longer_than_the_backward_are_the_backward(t
     assert cost.backward.first(1) == 0.0
     path, profile = tmp_path / "plan.json", Profile((layer,), batch_size=8)
     partition(profile, 2, 1e9, codec=FACTOR_CODEC, replicas=[2]).save(path)
-    # The forward, and two replicas' products in the update.
+    # A round has two minibatches. Each replica does one forward of 1 ms, and its update computes the products
+    # of both replicas, 2 ms each.
     assert simulate_plan(path, profile).ms_per_minibatch == pytest.approx((1.0 + 2 * 2.0) / 2, rel=1e-3)
 
 
 def test_a_calibration_with_shorter_backwards_shortens_their_products() -> None:
-    """The search for a start takes no product for longer than its layer."""
+    """The calibration scales the backward to 0.02 ms. A product that was measured at 2 ms then counts as 0.02
+    ms.
+    """
     positions = {name: replace(cost, backward_scale=0.01) for name, cost in FREE.positions.items()}
     layer = LayerProfile("fc", 0.0, 2.0, 0, 5000, factors=(WeightFactors(4000, 300, 2.0),))
     profile = Profile((layer,), batch_size=8, runtime=replace(FREE, positions=positions).to_dict())
     plan = partition(profile, 2, 1e13, cost_model="calibrated", codec=FACTOR_CODEC, replicas=[2])
-    # Two replicas' products in the update of a round of two minibatches.
+    # A round has two minibatches. Its update computes the products of both replicas, 0.02 ms each.
     assert plan.bottleneck_ms == pytest.approx(2 * 0.02 / 2, rel=1e-2)
 
 
@@ -357,7 +371,9 @@ def test_an_old_profile_has_no_factors(tmp_path: Path) -> None:
 
 
 def _calibrated() -> Profile:
-    """A layer of 3 ms whose weight of 4000 bytes has factors of 300, with a byte updated in 1 us."""
+    """Returns a calibrated profile of one layer of 3 ms. Its weight of 4000 bytes has factors of 300 bytes.
+    An update takes 1 us per byte, and 2 us more if it writes to a copy.
+    """
     runtime = replace(FREE, update_ms_per_byte=0.001, copy_ms_per_byte=0.002, cut_bytes=1000)
     layer = LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=(WeightFactors(4000, 300, 0.25),))
     return Profile((layer,), batch_size=8, runtime=runtime.to_dict())
@@ -370,7 +386,7 @@ def test_each_replica_updates_the_whole_of_what_goes_as_factors() -> None:
     assert cost.copy_ms == pytest.approx((4000 + 1000 / 2) * 0.002)
     assert cost.backward.first(1) == pytest.approx(2.0 - 0.25)
     assert (cost.shard_ms, cost.push_ms) == (pytest.approx(0.5), pytest.approx(0.5 + 0.3))
-    # Of a round of two minibatches of each replica.
+    # Here each replica trains two minibatches in a round.
     (cost,) = stage_costs(_calibrated(), runtime, (Stage(0, 0, 2),), (1e6,), minibatches=[2])
     assert cost.update_ms == pytest.approx((4000 + 1000 / 2) * 0.001 + 2 * 2 * 0.25)
     assert cost.push_ms == pytest.approx(0.5 + 0.6)
@@ -380,7 +396,7 @@ def test_each_replica_updates_the_whole_of_what_goes_as_factors() -> None:
 def test_a_calibrated_plan_by_factors_carries_what_its_run_takes(tmp_path: Path) -> None:
     profile = _calibrated()
     plan = partition(profile, 2, 1e6, cost_model="calibrated", codec=FACTOR_CODEC, replicas=[2])
-    # In a round: forward, backward, what is pushed, the update, what is pulled.
+    # Milliseconds of a round: forward, backward, push, update and pull.
     round_ms = 1.0 + 1.75 + 0.8 + 5.0 + 0.5
     assert plan.bottleneck_ms == pytest.approx(round_ms / 2)
     dense = partition(profile, 2, 1e6, cost_model="calibrated", replicas=[2])
@@ -406,8 +422,9 @@ def test_a_plan_is_simulated_as_it_was_made_unless_asked_otherwise(tmp_path: Pat
     assert by_factors.ms_per_minibatch == pytest.approx((1.0 + 1.75 + 0.8 + 0.5 + 0.5) / 2)
     dense = simulate_plan(path, profile, factors=False)
     assert dense.ms_per_minibatch == pytest.approx((3.0 + 2.5 + 2.5) / 2)
-    # A version and the model; momentum; of two rounds gradients, copies of half of what is dealt, factors;
-    # slots for the other's; slots for what is pulled.
+    # The terms in order: a version and the model; the momentum of the shard and of the factored weight; two
+    # rounds of gradients, copies for the other replica, and factors; slots for the other replica's gradients
+    # and factors; slots for pulls.
     peaks = [worker["memory_peak_bytes"] for worker in by_factors.to_dict()["workers"]]
     assert peaks == [2 * 5000 + (500 + 4000) + 2 * (1000 + 500 + 300) + (500 + 300) + 500] * 2
     peaks = [worker["memory_peak_bytes"] for worker in dense.to_dict()["workers"]]
@@ -431,7 +448,8 @@ def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds
             Profile(layers, batch_size=8), sum(replicas), 1e6, replicas=replicas, schedule=schedule, **asked
         )
 
-    # Of 2-2 each replica has one minibatch of a round, of 2-3 three of the first stage's.
+    # With 2-2 replicas and flush each replica trains one minibatch in a round. With 2-3, a replica of the
+    # first stage trains three. The factors of three minibatches are too large, so gradients are pushed whole.
     sizes = [
         planned([2, n], schedule).predicted["factored"][0]["factor_bytes"]
         for n, schedule in ((2, "flush"), (3, "flush"), (3, "pipedream"))
@@ -441,7 +459,9 @@ def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds
         planned([2, 3], schedule).predicted["stage_memory_bytes"][0] for schedule in ("flush", "pipedream")
     )
     versions = Plan((Stage(0, 0, 2), Stage(1, 1, 3))).in_flight[0]
-    # State, gradients with copies, slots for pushes and pulls, a step with a chunk's mean or a product.
+    # The terms in order: momentum; gradients with copies for the other replica; slots for pushes; slots for
+    # pulls; a step's temporary tensors. These include the mean of gradients, or a product and both replicas'
+    # factors.
     of_dense = 2500 + (5000 + 2500) + 2500 + 2500 + (5000 + 2500)
     of_factors = (500 + 4000) + 2 * (1000 + 500 + 1500) + (500 + 1500) + 500 + (5000 + 4000 + 2 * 1500)
     assert by_factors - dense == (versions - 1) * 5000 + of_factors - of_dense
@@ -460,7 +480,8 @@ def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Pa
     asked: dict[str, Any] = {"codec": FACTOR_CODEC, "schedule": planned_for, "boundaries": [0]}
     partition(profile, 5, 1e9, replicas=[2, 3], **asked).save(path)
     simulated = simulate_plan(path, profile, schedule="flush", minibatches=12, microbatches=1)
-    # Six minibatches of its own, and two updates, of six products each.
+    # Of 12 minibatches this replica trains six. It makes two updates. Each one computes six products, for
+    # three minibatches of both replicas.
     busy_ms = 6 * (4.0 + 8.0 - 2.0) + 2 * 6 * 2.0
     assert simulated.to_dict()["workers"][0]["busy_ms_per_minibatch"] == pytest.approx(busy_ms / 12)
 
@@ -470,8 +491,8 @@ def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Pa
 def test_a_calibrated_plan_by_factors_counts_the_rounds_of_the_schedule_that_is_run(
     tmp_path: Path, planned_for: str, run_with: str
 ) -> None:
-    """The plan once counted the rounds of the schedule that it was planned for. With 2-3 replicas that was
-    one minibatch a round, where flush has three.
+    """Costs once assumed the rounds of the schedule that the plan was made for. With 2-3 replicas, each one
+    of the first stage trains one minibatch in a round of pipedream, and three in a round of flush.
     """
     runtime = replace(FREE, update_ms_per_byte=0.001, cut_bytes=1000)
     layers = (
@@ -483,8 +504,8 @@ def test_a_calibrated_plan_by_factors_counts_the_rounds_of_the_schedule_that_is_
     partition(profile, 5, 1e9, cost_model="calibrated", replicas=[2, 3], **asked).save(path)
     plan = Plan.load(path)
     options = _core.ScheduleOptions(run_with, list(plan.in_flight), 1, plan.placement)
-    # The lists of a run say that an update makes the products of all that every replica has gone through
-    # before.
+    # An update computes a product for each minibatch that a replica has trained since the last update. The
+    # run's list shows how many minibatches these are.
     busy_ms, own, products = 0.0, 0, []
     for step in _core.make_program(options, 0, 12):
         if step.opcode in ("FORWARD", "BACKWARD"):
@@ -498,7 +519,8 @@ def test_a_calibrated_plan_by_factors_counts_the_rounds_of_the_schedule_that_is_
     assert products[0] == (1 if run_with == "pipedream" else 3)
     simulated = simulate_plan(path, profile, schedule=run_with, minibatches=12, microbatches=1)
     assert simulated.to_dict()["workers"][0]["busy_ms_per_minibatch"] == pytest.approx(busy_ms / 12)
-    # Over other links as much is computed, and of 300 bytes for each minibatch more is pushed.
+    # Over slow links a push takes longer. It has 500 bytes of gradients, and 300 bytes of factors for each
+    # minibatch of the round.
     slower = simulate_plan(
         path, profile, schedule=run_with, minibatches=12, microbatches=1, bandwidth_bytes_per_s=1e6
     )

@@ -1,4 +1,4 @@
-"""Slow links need more minibatches in flight: how many, and when."""
+"""Tests how many more minibatches are in flight over slow links, and when there are more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipedream.planning.prediction import SIMULATED_ITEMS_MAX, with_links_hidden
 
 
 def _plan(*replicas: int, boundary_ms: float, in_flight: tuple[int, ...] = ()) -> Plan:
-    """Stages of one layer, the slowest of which takes 10 ms of a minibatch."""
+    """Returns a plan with one layer per stage. Its slowest stage takes 10 ms per minibatch."""
     stages = tuple(Stage(index, index, count) for index, count in enumerate(replicas))
     predicted = {"boundary_ms": [boundary_ms] * (len(replicas) - 1)}
     return Plan(stages, bottleneck_ms=10.0, in_flight=in_flight, predicted=predicted)
@@ -22,8 +22,8 @@ def _half_of_the_time(plan: Plan) -> float:
 
 
 def test_replicas_share_what_is_on_its_way() -> None:
-    """The link of 2-1 takes as long as two bottlenecks. So stage 1 holds one microbatch and two are on their
-    way, for two replicas.
+    """A link takes as long as two minibatches. So with replicas 2-1, stage 1 has one microbatch and the link
+    has two. The two replicas of stage 0 share these three.
     """
     found = with_links_hidden(_plan(2, 1, boundary_ms=20.0), _half_of_the_time)
     assert found.in_flight == (1 + 2, 1)
@@ -37,7 +37,9 @@ def test_a_plan_with_more_in_flight_than_the_links_need_keeps_them() -> None:
 
 
 def test_of_the_calibrated_model_the_slowest_stage_says_how_many_hide_a_link() -> None:
-    """Its bottleneck has the waiting in it that more in flight are to end."""
+    """The calibrated model's bottleneck includes waiting for links, which more minibatches in flight would
+    remove. So the time of the slowest stage is used instead.
+    """
     plan = replace(_plan(1, 1, boundary_ms=16.0), cost_model="calibrated", bottleneck_ms=26.0)
     plan = replace(plan, predicted=plan.predicted | {"stage_ms": [10.0, 4.0]})
     found = with_links_hidden(plan, lambda asked: 26.0 if asked == plan else 10.0)

@@ -1,4 +1,4 @@
-"""partition() within limits: compared with an enumeration of all plans, and requests that it refuses."""
+"""Tests partition() with limits: against an enumeration of all plans, and with requests that it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _BESIDE = 0.1  # bytes; keeps plans away from needing exactly the limit, where r
 
 
 def _profile(layers: list[tuple[int, int, int, int]], frozen: Sequence[int] = ()) -> Profile:
-    """Layers as (forward and backward ms, activation, parameter and saved bytes)."""
+    """Returns layers from rows of (forward and backward ms together, activation bytes, parameter bytes, bytes
+    saved for the backward).
+    """
     return Profile(
         tuple(
             LayerProfile(
@@ -40,7 +42,7 @@ def _profile(layers: list[tuple[int, int, int, int]], frozen: Sequence[int] = ()
 
 
 def _needed_bytes(profile: Profile, stages: tuple[Stage, ...], index: int, *, recompute: bool) -> float:
-    """Bytes that a replica of the stage needs, by the definition of each term."""
+    """Returns the bytes that a replica of the stage needs, by the definition of each term."""
     stage, in_flight = stages[index], Plan(stages).in_flight
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
     r, n, is_last = stage.num_replicas, in_flight[index], index + 1 == len(stages)
@@ -197,8 +199,9 @@ def test_boundaries_and_replicas_that_are_given_are_kept(
 def test_a_plan_says_what_its_workers_need_and_where_forwards_run_again() -> None:
     profile = _profile([(10, 100, 1000, 4000), (10, 0, 1000, 4000)])
     free = partition(profile, 2, 1e9, memory=20_000, straight=True)
-    # The first stage: two versions, stashes and outputs, model, gradients and momentum, the slots of its
-    # output's gradients, and a step's temporary.
+    # The first stage has two minibatches in flight, with a version and saved tensors for each. It also has
+    # the model, gradients and momentum, two outputs, two slots for their gradients, and a step's temporary
+    # tensors.
     assert free.predicted["memory_bytes"] == 2 * 5000 + 3000 + 4 * 100 + 1000
     assert "recompute" not in free.predicted
     tight = partition(profile, 2, 1e9, memory=11_000, straight=True)
@@ -221,7 +224,9 @@ def test_on_a_host_every_worker_has_the_whole_model_and_what_weights_travel_in()
         (mine - theirs) / 2**20
         for mine, theirs in zip(ours["stage_memory_bytes"], device["stage_memory_bytes"], strict=True)
     ]
-    # Two more layers, 4 MiB from each of the first rank's two neighbours and from each of the others' one.
+    # Each worker also has the other two layers (2 MiB), 4 MiB of buffers for each of its neighbours in the
+    # tree through which weights are sent, and 1 / 16 MiB of slack. The first rank has two neighbours, the
+    # others have one.
     assert more == pytest.approx([2 + 8 + 1 / 16, 2 + 4 + 1 / 16, 2 + 4 + 1 / 16])
     with pytest.raises(NothingFitsError):
         partition(host, 3, 1e9, memory="11MiB")
@@ -229,7 +234,8 @@ def test_on_a_host_every_worker_has_the_whole_model_and_what_weights_travel_in()
 
 @pytest.mark.parametrize("device", [None, "CPU, 2 threads"])
 def test_what_codecs_keep_of_what_crosses_is_in_the_memory(device: str | None) -> None:
-    # A worker needed more than its plan by what is encoded, or has been left out.
+    # A worker once needed more memory than planned, because encoded tensors and the residuals of codecs were
+    # not counted.
     profile = replace(_profile([(10, 1 << 20, 100, 100), (10, 0, 100, 100)]), device=device)
     asked: dict[str, Any] = {"boundaries": [0], "replicas": [1, 1], "memory": "1GiB"}
 
@@ -293,8 +299,8 @@ def test_what_is_in_flight_for_slow_links_is_in_the_memory() -> None:
     assert plan.in_flight == (3, 1)
     cut = 4 * 10**6  # twice that is what a backward makes and drops
     first = (3 + 3) * 8 + 3 * 1000 + (3 + 2) * cut + 2 * cut  # the model as given, gradients, momentum
-    # Three microbatches are in flight upstream. Their gradients take more than what is saved of the one that
-    # is here.
+    # Three microbatches are in flight at the first stage, so gradients of all three may wait here. They take
+    # more memory than the tensors that this stage saves for one microbatch.
     last = (1 + 3) * 8 + 2 * cut + (3 + 1) * cut + 2 * cut
     assert plan.predicted["stage_memory_bytes"] == [first, last]
 
@@ -401,15 +407,17 @@ def test_how_replicas_agree_is_in_the_memory() -> None:
         plan = partition(profile, 2, 1e9, memory=1_000_000, optimizer_copies=2, **({"sync": name} | how))
         assert plan.stages == (Stage(0, 0, 2),)
         needed[name] = plan.predicted["memory_bytes"]
-    # A version, the model, gradients; copies of gradients for the other, its pushes, pulls; its shard's state
-    # of two copies, and of a step as many temporaries.
+    # The terms in order: a version, the model and the gradients; copies of gradients for the other replica,
+    # slots for its pushes, and slots for pulls; the optimizer's state of a shard; a step's temporary tensors.
     assert needed["bsp"] == 3000 + 3 * 500 + 2 * 500 + 2 * 1000
-    # Three more versions, and gradients of two more rounds with their copies.
+    # Staleness 3 adds three versions, and the gradients of two rounds with their copies.
     assert needed["ssp"] == needed["bsp"] + 3000 + 2 * 1500
-    # The shard apart, a copy of it for the other replica, and the step of the other's gradient.
+    # asp adds a separate version of the shard, a copy of it for the other replica, and the temporary tensors
+    # of a second step.
     assert needed["asp"] == needed["bsp"] + 1000 + 2 * 1000
     assert needed["allreduce"] == 4000 + 2 * 1000 + 2 * 1000  # gradients of two rounds, whole states
-    # One tensor that is all may be either's: copies, pushes in slots as large, pulls, state and a mean.
+    # Either replica may own the only tensor. So copies, slots for pushes, slots for pulls, state and mean
+    # have its whole size.
     assert needed["whole"] == 3000 + 1000 + 2000 + 1000 + 2 * 1000 + 2 * 1000 + 1000
     tight: dict[str, Any] = {"memory": int(needed["bsp"]), "optimizer_copies": 2}
     assert partition(profile, 2, 1e9, **tight).workers_used == 2

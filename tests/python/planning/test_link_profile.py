@@ -1,4 +1,4 @@
-"""LinkProfile, its file form, and plans made for measured links."""
+"""Tests LinkProfile, its file form, and plans that are made for measured links."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def make_links(num_workers: int, bytes_per_s: dict[tuple[int, int], float], othe
 
 
 def two_machines(inside: float, between: float) -> LinkProfile:
-    """Ranks 0 and 1 on one, 2 and 3 on the other."""
+    """Returns the links of two machines. Ranks 0 and 1 are on one machine, ranks 2 and 3 on the other.
+    inside, between: bytes per second within a machine and between the two.
+    """
     slow = {(a, b): between for a in range(4) for b in range(4) if a // 2 != b // 2}
     return make_links(4, slow, inside)
 
@@ -130,8 +132,8 @@ def test_the_prediction_is_of_the_links_that_are_used() -> None:
 
 
 def test_a_stage_is_replicated_where_its_ranks_share_a_machine() -> None:
-    """With a single bandwidth for all, links look so slow that nothing is exchanged, or so fast that four
-    replicas of one stage are best.
+    """Replicas share the fast links inside the machines. A plan for the slow bandwidth alone has no replicas.
+    A plan for the fast bandwidth alone has four replicas of one stage.
     """
     profile = make_profile((10, 1000, 10_000_000), (10, 0, 10_000_000))
     links = two_machines(1e10, 1e6)
@@ -147,7 +149,7 @@ def test_the_calibrated_model_takes_the_longer_latency() -> None:
     )
     plan = partition(profile, 2, make_links(2, {}, 1e9), cost_model="calibrated", boundaries=[0])
     assert plan.predicted["links"] == [{"one_way_ms": 0.001, "latency_ms": 0.01}]
-    # Latency counts between replicas, too. The paper's formulas have none.
+    # The calibrated model also counts latency between replicas. The paper's formulas know no latency.
     for model, latency_ms in (("calibrated", 0.01), ("paper", None)):
         shared = partition(profile, 2, make_links(2, {}, 1e9), cost_model=model, replicas=[2])
         costs = shared.predicted.get("stage_costs", [{}])

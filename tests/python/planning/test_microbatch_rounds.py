@@ -1,6 +1,6 @@
-"""The programs of any plan read and keep the versions that docs/schedules.md lists.
+"""Tests that the programs of any plan read and keep the weight versions that docs/schedules.md gives.
 
-This file writes that rule out once more. The validator replays the programs.
+The tests compute the rule a second time, and the validator checks the programs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Replays of drawn times give the figures of a second implementation to the bit.
+"""Tests that simulations with random times give the figures of an earlier implementation to the bit.
 
-That implementation was in Python and is gone. A change of these figures is a change of a rule, which users
-see in predictions.
+If a figure changes, a rule of the simulation has changed, and users see other predictions.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pipedream.planning.simulator import SharedHost, StageTimes, TransferTimes, 
 
 _KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 
-# Schedule, replicas, spares, and what else the options say.
+# Each case has a schedule, the replicas of its stages, their spares, and further options.
 _CASES: list[tuple[str, list[int], list[int], dict[str, Any]]] = [
     ("pipedream", [1, 1, 1], [], {}),
     ("pipedream", [2, 1], [], {}),
@@ -42,8 +41,8 @@ _CASES: list[tuple[str, list[int], list[int], dict[str, Any]]] = [
     ("gpipe", [1, 1, 1], [], {}),
     ("data_parallel", [3], [], {}),
 ]
-# The time per minibatch, or of all of them where there is no steady state, the bubble, and the sum of all
-# ends of instructions and transfers.
+# For each case: the time per minibatch (the makespan if there is no steady state), the bubble's share, and
+# the sum of the end times of all instructions and transfers.
 _FIGURES = [
     (11.1134, 0.5925767832127945, 40101.6974),
     (37.09618160507894, 0.5514651933402606, 217515.9187621379),

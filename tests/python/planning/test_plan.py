@@ -218,7 +218,8 @@ def test_a_plan_with_workers_is_written_and_read_back_and_hashes_otherwise() -> 
     plan = Plan.straight(4, 4, num_workers=2)
     assert [stage["worker"] for stage in plan.to_dict()["stages"]] == [0, 1, 0, 1]
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    # Two workers with one plan each would wait for each other's stages for ever.
+    # Two workers with different plans would wait for each other forever, so these plans must have different
+    # hashes.
     straight = Plan.straight(4, 4)
     swapped = Plan(tuple(Stage(i, i, worker=w) for i, w in enumerate((1, 0, 1, 0))))
     assert len({plan.hash(), straight.hash(), swapped.hash()}) == 3

@@ -1,4 +1,4 @@
-"""The calibrated cost model: what stages cost, what a plan predicts for each schedule, and its files."""
+"""Tests the calibrated cost model: costs of stages, predictions for each schedule, and files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def _runtime(**changes: Any) -> RuntimeCosts:
 
 
 def _profile(num_layers: int = 4, **changes: Any) -> Profile:
-    """Layers of 1 ms forward and 2 ms backward, 1,000 bytes each of parameters and outputs."""
+    """Returns layers of 1 ms forward and 2 ms backward, each with 1,000 bytes of parameters. Each but the
+    last has 1,000 bytes of outputs.
+    """
     layers = [LayerProfile(f"layer{i}", 1.0, 2.0, 1000, 1000) for i in range(num_layers - 1)]
     last = LayerProfile("last", 1.0, 2.0, 0, 1000)
     return Profile((*layers, last), batch_size=8, runtime=_runtime(**changes).to_dict())
@@ -81,10 +83,12 @@ def test_each_term_counts_where_the_run_has_it() -> None:
     assert first.backward == ItemCost(2.125, 1.375, 2.25)
     assert (first.update_ms, first.copy_ms) == (pytest.approx(1.0625 + 2.0), pytest.approx(4.0))
     assert first == last
-    # One version at the last stage, two at the first, which copies what it writes beside.
+    # The last stage keeps one version and updates it in place. The first stage keeps two, so its update
+    # writes to a copy, which takes copy_ms.
     plan = _straight(profile)
     assert _predicted_ms(plan) == pytest.approx(0.25 + 4.5 + 2.125 + 2.25 + 3.0625 + 4.0)
-    # The second microbatch of a minibatch meets its gradients, and the version that the first has bound.
+    # A minibatch's second microbatch costs less, because the first one has bound the version and made the
+    # gradients.
     halves = (0.25 + 0.125 + 4.5) + (2.125 + 1.375 + 2.25)
     assert _predicted_ms(plan, "2bw", 2) == pytest.approx(halves + 3.0625 + 4.0)
 
@@ -134,7 +138,8 @@ def test_shards_travel_in_the_chunks_that_the_core_deals_and_leave_as_layers_are
     (stage,) = stage_costs(profile, runtime, (Stage(0, 3, 2),), (1e6,))
     dealt = _core.deal_shards([("weight", "float32", 5 * quarter)], 2, whole_tensors=False)
     assert stage.num_chunks == len(dealt) // 2 == 3
-    # The first owner's last chunk is the fifth of 6. It begins 3.3 MiB into the weights, in the third layer.
+    # The two owners get six chunks in turn. The first owner's last chunk is the fifth, and begins in the
+    # third layer. It can be pushed when 3 ms of the backward's 10 ms remain.
     assert stage.push_leads == ((3 / 10, 0.0), (6 / 10, 0.0))
     assert StageCosts.from_dict("costs", stage.to_dict()) == stage
     (alone,) = stage_costs(profile, runtime, (Stage(0, 3),), (1e6,))
@@ -160,7 +165,7 @@ def test_replicas_that_reduce_together_pay_for_a_ring_and_a_whole_update() -> No
     options = _core.ScheduleOptions(
         "data_parallel", list(plan.in_flight), 1, plan.placement, uses_allreduce=True
     )
-    # Of 4,000 bytes at 1 kB a millisecond 2 (2 - 1) / 2.
+    # The ring carries 2 (2 - 1) / 2 of 4,000 bytes, at 1,000 bytes per millisecond.
     assert predict_ms(plan, options) == pytest.approx((12.0 + 0.5 + 4.0 + 4.0) / 2)
 
 
@@ -207,8 +212,8 @@ def test_a_plan_that_leaves_workers_idle_shares_cores_among_the_others_alone() -
 
 
 def test_one_worker_is_taken_where_waiting_for_what_varies_makes_two_as_slow() -> None:
-    """The search looks at means. It once gave two workers, although the plan itself said that one
-    is faster.
+    """The search compares mean times. It once returned a plan for two workers, although one worker is faster
+    if the spread of items is counted.
     """
     spread = Spread(dict.fromkeys(("FORWARD", "BACKWARD"), (0.25, 1.0, 1.75)))
     costly = PositionCosts(ItemCost(2.4, 2.4), ItemCost(2.4, 2.4), 0.0)
@@ -239,7 +244,8 @@ def test_items_that_vary_cost_time_where_workers_wait_for_each_other_and_nowhere
     assert _predicted_ms(plan, "model_parallel") == pytest.approx(12.0, rel=0.02)  # nobody is waited for
     alone = make_plan(_profile(spread=spread), (Stage(0, 3),), 1e15, cost_model="calibrated")
     assert alone.bottleneck_ms == pytest.approx(12.0, rel=0.02)
-    # Plans are compared without spread: otherwise the search would prefer plans that were lucky with a draw.
+    # Plans are compared without spread. Otherwise the search would prefer a plan for which short times
+    # happened to be drawn.
     found = partition(_profile(spread=spread), 2, 1e15, cost_model="calibrated", straight=True)
     assert found.stages == plan.stages
     assert found.predicted["search"]["found_ms"] == pytest.approx(6.0)
@@ -337,8 +343,8 @@ def test_a_plan_s_costs_that_cannot_be_are_refused_by_name(changes: dict[str, An
 
 
 def test_factors_that_a_profile_has_are_in_no_plan_without_a_codec() -> None:
-    """They once were in such a plan. With whole updates and products, replicas that push dense gradients were
-    predicted 20 % too slow.
+    """The costs of such a plan once included whole updates and products, as if replicas pushed factors.
+    Replicas that push whole gradients were then predicted 20 % too slow.
     """
     dense = _profile(update_ms_per_byte=0.001)
     factored = replace(dense.layers[0], factors=(WeightFactors(1000, 10),))
@@ -350,7 +356,9 @@ def test_factors_that_a_profile_has_are_in_no_plan_without_a_codec() -> None:
 
 
 def test_spares_and_replicas_update_their_own_shares() -> None:
-    """The plan's costs are those of a replica's third. With a spare, which owns 2/5, a replica owns 1/5."""
+    """The plan's costs are for a replica that owns 1/3 of the parameters. With one spare, a replica owns 1/5,
+    and the spare owns 2/5.
+    """
     profile = _profile(update_ms=0.5, update_ms_per_byte=0.001, copy_ms_per_byte=0.0005)
     plan = make_plan(profile, (Stage(0, 3, 3),), 1e15, cost_model="calibrated")
     (costs,) = costs_of(plan) or []
@@ -369,7 +377,7 @@ def test_spares_and_replicas_update_their_own_shares() -> None:
 
 
 def test_of_many_workers_a_search_begins_at_some_counts_of_them() -> None:
-    """With 1,024 workers it once solved 2,048 plans before it looked at the first."""
+    """A search for 1,024 workers once solved the formulas 2,048 times before it scored its first plan."""
     counts = plan_search._some_counts
     assert counts(5) == [1, 2, 3, 4, 5]
     assert counts(64) == list(range(1, 65))

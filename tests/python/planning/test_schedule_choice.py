@@ -1,4 +1,6 @@
-"""partition(schedule="auto"): which schedule and number of microbatches it chooses, and what it says."""
+"""Tests partition(schedule="auto"): the schedule and number of microbatches that it chooses, and the plan's
+text.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ def make_profile(
     fixed_ms: float | None = 0.0,
     parameter_bytes: int = 1000,
 ) -> Profile:
-    """Returns layers of 10 ms a minibatch. Every microbatch takes fixed_ms besides its share; None: nobody
-    has measured it.
+    """Returns layers of 10 ms per minibatch. A microbatch takes its share of these, and fixed_ms more per
+    layer. fixed_ms None: no times of microbatches were measured.
     """
     times = None
     if fixed_ms is not None:
@@ -78,15 +80,15 @@ def test_a_flush_of_m_microbatches_has_its_bubble_and_no_delay() -> None:
 
 
 def test_a_worker_that_waits_for_a_longer_stage_counts_in_the_bubble() -> None:
-    """One worker has two of three layers of 10 ms and the other has one, so it waits for half of the time."""
+    """One worker has two layers of 10 ms. The other worker has one, so it waits for half of the time."""
     row = row_of(auto(make_profile(3), 2), "pipedream", 2)
     assert row["ms"] == pytest.approx(20, rel=1e-2)
     assert row["bubble"] == pytest.approx(0.25, abs=1e-2)
 
 
 def test_microbatches_that_slow_the_device_are_not_chosen() -> None:
-    """Each microbatch takes 0.02 of 10 ms besides its share. Two of them cost 0.4 %, four 0.8 %, and eight
-    1.6 %.
+    """Each microbatch takes 0.02 ms more per layer of 10 ms. So two microbatches cost 0.4 % of the rate, four
+    0.8 %, and eight 1.6 %. Rates within 1 % count as equal.
     """
     plan = auto(make_profile(fixed_ms=0.02), 2)
     assert choice_of(plan) == ("pipedream", 4)
@@ -209,7 +211,9 @@ def test_a_schedule_that_is_a_round_late_has_microbatches_for_what_is_in_flight(
 
 
 def test_more_in_flight_for_a_slow_link_does_not_make_a_plan_too_late() -> None:
-    """The link takes 10 ms and stages take 20 ms. One more microbatch in flight hides the link."""
+    """The link takes 10 ms, a stage 20 ms. One more microbatch in flight hides the link and raises the delay.
+    It is not added if the delay would exceed delay_max.
+    """
     layers = (LayerProfile("a", 5, 15, 10**7, 8), LayerProfile("b", 5, 15, 0, 8))
     how: dict[str, Any] = {"schedule": "auto", "microbatches": 4, "straight": True}
     hidden = partition(Profile(layers, batch_size=4), 2, 1e9, **how)

@@ -67,7 +67,7 @@ def test_a_plan_has_the_shapes_of_its_profile_and_of_what_it_is_to_fit() -> None
     ],
 )
 def test_what_is_no_minibatch_is_not_taken_for_one_to_fit(batch: Any, what: str) -> None:
-    """It was taken, and the plan stayed as it was."""
+    """Such a value was once accepted without an error, and the plan did not change."""
     with pytest.raises(TypeError, match=f"a {what} is no minibatch with tensors"):
         Plan.straight(2, 2).fitting(batch)
 
@@ -106,7 +106,8 @@ def test_no_product_of_sizes_is_more_than_for_one_of_the_kinds_that_cover_it(
             assert takes[-1] <= max(takes[:-1]) * (1 + 1e-6)
 
 
-# Their logarithms lie on a curve that no chord of it covers, so each is a kind of its own.
+# The test makes batches of sizes (length, 100 - length). No such size is covered by another one, or lies
+# between two others. So each length makes a kind of its own.
 _LENGTHS = st.lists(st.integers(1, 99), min_size=NUM_KINDS_MAX + 1, max_size=60, unique=True)
 
 
@@ -126,7 +127,7 @@ def test_more_kinds_than_are_rehearsed_become_larger_ones_that_cover_each(
 def test_those_two_become_one_that_are_smallest_together() -> None:
     kinds = tuple({"x": (size, 40 - 2 * size)} for size in range(1, NUM_KINDS_MAX + 1))
     assert with_apart(kinds, []) == kinds
-    # (16, 8) and (17, 6) together are (17, 8), and (1, 38) and (2, 36) are (2, 38).
+    # (1, 38) and (2, 36) become (2, 38). (16, 8) and (17, 6) stay apart, because (17, 8) would be larger.
     assert with_apart(kinds, [{"x": _tensor(17, 6)}]) == (*kinds[2:], {"x": (17, 6)}, {"x": (2, 38)})
     assert next_kind(kinds, {"x": (17, 6)}, are_apart=True) == {"x": (17, 8)}
     assert next_kind(kinds[1:], {"x": (17, 6)}, are_apart=True) == {"x": (17, 6)}
@@ -141,7 +142,7 @@ def test_kinds_that_no_minibatch_can_be_as_large_as_stay_apart() -> None:
 
 
 def test_a_plan_with_both_kinds_of_shapes_is_refused() -> None:
-    """It was planned for one besides the other, which neither says."""
+    """Such a plan was once accepted, and memory was planned for a mixture of both fields."""
     with pytest.raises(ValueError, match="max_shapes and shapes_apart are both given") as refused:
         Plan(Plan.straight(2, 2).stages, max_shapes={"x": (4, 4)}, shapes_apart=({"x": (2, 9)},))
     assert "\n" not in str(refused.value)

@@ -1,4 +1,6 @@
-"""Workers that share cores: closed forms, and the same answer as simulate() where they do not."""
+"""Tests simulations of workers that share cores: by closed forms, and against simulate() without shared
+cores.
+"""
 
 from __future__ import annotations
 

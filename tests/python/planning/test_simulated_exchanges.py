@@ -1,6 +1,6 @@
-"""Exchanges between replicas take the time of closed forms in a simulation.
+"""Tests that simulated exchanges between replicas take the times of closed forms.
 
-tests/cpp/planner/lanes_test.cc has the lines.
+tests/cpp/planner/lanes_test.cc tests how the chunks of several transfers share a worker's line.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ def _carried(simulation: Simulation, what: str, from_worker: int, minibatch: int
 
 @pytest.mark.parametrize(("num_chunks", "round_ms"), [(1, 21.0), (2, 19.0), (4, 19.0)])
 def test_chunks_are_updated_and_leave_while_others_come(num_chunks: int, round_ms: float) -> None:
-    """The first of 2 chunks is there after 4 of 8 ms, and its version before the pushes have left."""
+    """With 2 chunks, the first one arrives after 4 of 8 ms, and is updated while the second one arrives. So
+    its new version is ready before the link has sent all gradients.
+    """
     times = StageTimes(1.0, 2.0, 2.0, shard_ms=8.0, num_chunks=num_chunks)
     assert steady_ms(_REPLICATED, 20, [times], [], one_link=True) == pytest.approx(round_ms / 2)
 
 
 def test_chunks_to_several_others_come_as_the_line_is_shared() -> None:
-    """Three replicas use 16 ms of the line each round, because the first chunks are there after 4 ms."""
+    """Each of three replicas pushes for 8 ms and pulls for 8 ms over its line. The first chunks arrive after
+    4 ms and are updated while the second ones arrive. So the line never idles, and exchanges take 16 ms of a
+    round.
+    """
     replicated = _core.ScheduleOptions(
         schedule="data_parallel", in_flight=[1], placement=_core.Placement.in_order([3])
     )
@@ -51,7 +56,9 @@ def test_an_update_that_waits_for_all_gradients_hides_nothing() -> None:
 
 
 def test_a_shard_s_version_waits_for_its_last_chunk() -> None:
-    """Links are so fast here that all chunks are there, and the shard updates one after the other."""
+    """The link is so fast that chunks wait for their updates, which follow one another. The last update ends
+    the pull.
+    """
     times = StageTimes(1.0, 2.0, 4.0, shard_ms=0.5, num_chunks=4)
     simulation = _simulated(_REPLICATED, times, 2)
     pull = _carried(simulation, "pull", 0, 0)

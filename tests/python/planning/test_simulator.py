@@ -1,5 +1,5 @@
-"""Simulates instruction lists: lists made by hand to the millisecond, and all schedules by their closed
-forms.
+"""Tests simulations of instruction lists: lists written by hand to the millisecond, and all schedules by
+closed forms.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Step(NamedTuple):
     replica: int = 0
 
     def __str__(self) -> str:
-        """The line of a program's text, without its version, which does not matter here."""
+        """Returns the step as a line of a program. All versions are 0, because they do not matter here."""
         where = str(self.edge) if self.edge else f"stage {self.stage}"
         if self.replica and not self.edge:
             where += f" replica {self.replica}"
@@ -63,7 +63,9 @@ OPCODES = {"F": "FORWARD", "R": "RECOMPUTE", "B": "BACKWARD", "U": "UPDATE"}
 
 
 def steps(text: str) -> list[Step]:
-    """ "0F3.1": at stage 0 the forward of minibatch 3, microbatch 1; "0U3" its update."""
+    """Parses steps. "0F3.1" is the forward of minibatch 3, microbatch 1, at stage 0. "0U3" is the update of
+    minibatch 3.
+    """
     made = []
     for word in text.split():
         minibatch, _, microbatch = word[2:].partition(".")
@@ -78,7 +80,9 @@ def transfer(opcode: str, kind: str, from_stage: int, to_stage: int, step: Step)
 
 
 def lists(*programs: str) -> Programs:
-    """One per worker, with what travels between neighbouring stages, also of one worker."""
+    """Returns one list per worker. Sends and receives are added between neighbouring stages, even if one
+    worker has both.
+    """
     computed = [steps(text) for text in programs]
     last = max(step.stage for program in computed for step in program)
     return programs_of(
@@ -100,7 +104,7 @@ def with_transfers(step: Step, last: int) -> list[Step]:
 
 
 def times_of(simulation: Simulation) -> list[list[tuple[float, float]]]:
-    """The begin and the end of each computation, by worker."""
+    """Returns the begin and the end of each computation, by worker."""
     return [
         [(begin_ms, end_ms) for step, begin_ms, end_ms in row if step.edge is None]
         for row in simulation.timeline
@@ -311,7 +315,7 @@ def test_times_that_are_no_times_are_refused_with_their_field(field: str) -> Non
 def test_bubble_of_a_flushed_minibatch_is_one_microbatch_per_other_stage(
     schedule: str, num_stages: int, num_microbatches: int, times: StageTimes
 ) -> None:
-    # GPipe (NeurIPS'19), section 2.3: (S - 1) / (m + S - 1).
+    # The bubble's share is (S - 1) / (m + S - 1) by GPipe (NeurIPS'19), section 2.3.
     simulation = simulate_schedule(schedule, num_stages, 3, num_microbatches=num_microbatches, times=times)
     expected = (num_stages - 1) / (num_microbatches + num_stages - 1)
     assert simulation.bubble_share == pytest.approx(expected)
@@ -326,7 +330,8 @@ def test_bubble_of_a_flushed_minibatch_is_one_microbatch_per_other_stage(
 def test_interleaving_divides_the_bubble_by_the_chunks(
     num_workers: int, num_chunks: int, groups: int
 ) -> None:
-    # Megatron-LM (SC'21), section 2.2.2, as a share of all time: (W - 1) / (v m + W - 1).
+    # The bubble is (W - 1) / (v m + W - 1) of all time, with v stages per worker: Megatron-LM (SC'21),
+    # section 2.2.2.
     num_microbatches = groups * num_workers
     simulation = simulate_schedule(
         *("interleaved", num_workers * num_chunks, 3),
@@ -349,7 +354,7 @@ def test_steady_state_of_an_asynchronous_schedule_has_no_bubble(
     simulation = simulate_schedule(schedule, num_stages, 20, num_microbatches=num_microbatches)
     assert simulation.steady_bubble_share == 0
     assert simulation.ms_per_minibatch == 3 * num_microbatches
-    # The run's whole bubble is one warm-up and one cool-down, however long it is.
+    # However long the run is, its bubble is one warm-up and one cool-down.
     assert simulation.makespan_ms == 3 * (20 * num_microbatches + num_stages - 1)
 
 
@@ -362,7 +367,8 @@ def test_model_parallelism_keeps_one_worker_busy(num_stages: int) -> None:
 
 
 def test_slow_link_is_hidden_by_as_many_minibatches_in_flight_as_its_round_trip_takes() -> None:
-    # n_s = 1 + n_{s+1} + 2 C_s / T with C_s = T. So stage 0 has two more in flight than without the link.
+    # A link is hidden with n_s = 1 + n_{s+1} + 2 C_s / T minibatches in flight. Here C_s = T, so stage 0
+    # needs two more than without the link.
     options: dict[str, Any] = {"times": StageTimes(1, 2), "transfer_ms": 3.0}
     for in_flight, is_hidden in (([2, 1], False), ([3, 1], False), ([4, 1], True)):
         simulation = simulate_schedule("pipedream", 2, 40, in_flight=in_flight, **options)
@@ -392,7 +398,7 @@ def simulate_replicas(
     rounds: int = 40,
     shard_ms: float = 0.0,
 ) -> Simulation:
-    """Stages are balanced: a stage with r replicas takes r times 3 ms for a minibatch."""
+    """Simulates balanced stages: a stage with r replicas takes r times 3 ms for a minibatch."""
     options = _core.ScheduleOptions(
         schedule,
         list(in_flight or _core.derive_in_flight(num_replicas)),
@@ -446,7 +452,7 @@ def test_plans_whose_replicas_wait_are_those_that_say_so(num_replicas: tuple[int
 
 
 def test_data_parallel_waits_for_pushes_and_pulls_of_all_but_its_own_shard() -> None:
-    # Of 4 replicas each sends 3 shards, then what it made of its own to 3.
+    # In a round, each of 4 replicas pushes 3 shards to the others, then sends its new shard to each of the 3.
     simulation = simulate_replicas((4,), schedule="data_parallel", shard_ms=2.0)
     assert simulation.ms_per_minibatch == pytest.approx((4 * 3 + 2 * 3 * 2.0) / 4)
     assert simulation.steady_bubble_share == pytest.approx(1 - 12 / 24)
@@ -454,7 +460,8 @@ def test_data_parallel_waits_for_pushes_and_pulls_of_all_but_its_own_shard() -> 
 
 
 def test_steady_window_of_replicas_begins_and_ends_with_a_round() -> None:
-    # All stages of 3-2 begin a round at every sixth minibatch, and 5 are skipped at both ends.
+    # With 3-2 replicas, all stages begin a round together at every sixth minibatch. The steady window leaves
+    # out 5 minibatches at both ends.
     assert simulate_replicas((3, 2), rounds=2).ms_per_minibatch is None
     assert simulate_replicas((3, 2), rounds=3).ms_per_minibatch == pytest.approx(3 * 7 / 6)
 
@@ -548,7 +555,8 @@ def test_asynchronous_replicas_wait_for_the_answer_and_not_for_the_round() -> No
     )
     programs = _asynchronous(options, 8)
     simulation = simulate(programs, StageTimes(1.0, 2.0, update_ms=0.5, shard_ms=2.0))
-    # Forward and backward 3, push 2, the owner's update 0.5, the answer 2; the own update meanwhile.
+    # A minibatch takes 3 ms for forward and backward, 2 for the push, 0.5 for the other owner's update and 2
+    # for the pull. The replica's own update runs meanwhile.
     assert simulation.makespan_ms == pytest.approx(4 * 7.5)
     assert sum(transfer.what == "pull" for transfer in simulation.transfers) == 8
 

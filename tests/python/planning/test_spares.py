@@ -1,4 +1,4 @@
-"""Spare shards in plans: what links carry, when spares pay, and how they are shown."""
+"""Tests spare shards in plans: the load of links, when spares make a plan faster, and how they are shown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTES_PER_S = 1e9
 
 
 def _profile(compute_ms: float, *parameter_bytes: int) -> Profile:
-    """Layers alike but for their parameters, which pass 1 byte on."""
+    """Returns layers that differ only in their parameters. Each one but the last passes on 1 byte."""
     last = len(parameter_bytes) - 1
     layers = [
         LayerProfile(f"layer{i}", compute_ms / 3, 2 * compute_ms / 3, int(i < last), num_bytes)
@@ -48,12 +48,15 @@ def test_shares_are_the_cores_and_a_round_takes_what_flows_that_share_links_do(n
 
 
 def test_the_last_chunks_of_a_spare_count() -> None:
-    """64 MiB, 3 replicas, 200 Mbit/s: one spare has 26 chunks, and its link is idle until the first one."""
+    """A spare of 3 replicas has 26 chunks here. It sends nothing to the replicas until its first chunk has
+    arrived.
+    """
     num_bytes, bytes_per_s = 64 << 20, 25e6
     chunk_ms = 0.4 * 1e3 * num_bytes / bytes_per_s / 26
     carried_ms = 1.2 * 1e3 * num_bytes / bytes_per_s
     assert round_ms(num_bytes, 3, 1, bytes_per_s) == pytest.approx(carried_ms + 3 * chunk_ms)
-    # Of so little the one chunk comes to the spare from all, and only then leaves.
+    # A shard of so few bytes is a single chunk. The spare sends it only after all replicas have pushed it, so
+    # the spare makes the round longer.
     without_ms = round_ms(1 << 20, 3, 0, bytes_per_s)
     assert round_ms(1 << 20, 3, 1, bytes_per_s) > without_ms
     small = partition(_profile(3.0, 1 << 20), 3, bytes_per_s, replicas=[3], spare_workers=1)
@@ -83,9 +86,9 @@ def test_a_simulated_spare_has_a_row_its_bytes_and_its_memory(tmp_path: Path) ->
     simulated = _simulated(tmp_path, Stage(0, 0, 3, num_spare_shards=1), profile)
     rows = simulated.to_dict()["workers"]
     assert [row["stages"] for row in rows] == [[0], [0], [0], []]
-    # To each of 3 replicas two fifths, once in 3 minibatches.
+    # In a round of 3 minibatches the spare sends two fifths of the parameters to each of 3 replicas.
     assert rows[3]["bytes_sent_per_minibatch"] == pytest.approx(0.4 * 40_000_000)
-    # One version, the optimizer's copy, and slots for four chunks of each of 3 replicas.
+    # The spare has one version, the optimizer's copy, and slots for four chunks from each of 3 replicas.
     assert rows[3]["memory_peak_bytes"] == pytest.approx(2 * 0.4 * 40_000_000 + 3 * (4 << 20))
     assert "stage 0 spare 0 (rank 3)" in str(simulated)
 
@@ -124,7 +127,9 @@ def test_spares_are_planned_where_the_exchange_is_slowest() -> None:
 def test_stages_that_are_as_slow_as_each_other_get_spares_together(
     spare_workers: int, used: tuple[int, int]
 ) -> None:
-    """The first spare made one of both faster, not the plan, and so none was planned at all."""
+    """The first spare makes only one of two equally slow stages faster, and so not the plan. For this reason
+    no spare was once used at all.
+    """
     how: dict[str, Any] = {"replicas": [3, 3], "boundaries": [0], "spare_workers": spare_workers}
     plan = partition(_profile(3.0, 40_000_000, 40_000_000), 6, _BYTES_PER_S, **how)
     assert tuple(stage.num_spare_shards for stage in plan.stages) == used

@@ -1,4 +1,4 @@
-"""The table of models, workers and links: its speeds, and which files it reads."""
+"""Tests the table of models, workers and links: its speeds, and the files that it reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def _profile(model: str | None, parameter_bytes: int = 0) -> Profile:
 
 
 def test_speeds_are_over_one_worker_and_over_data_parallel() -> None:
-    # Data parallel on two: 4 (m - 1) |w| / m = 8 MB a minibatch, 80 ms at 100 MB/s, for two minibatches.
+    # Two workers with data parallelism send 4 (m - 1) |w| / m = 8 MB in a round of two minibatches. That
+    # takes 80 ms at 100 MB/s.
     rows = make_speeds({"even": _profile("even", 1_000_000)}, [1, 2], ["800Mbit/s"])
     assert [(row.num_workers, row.plan.workers_used) for row in rows] == [(1, 1), (2, 2)]
     assert [row.over_one_worker for row in rows] == [pytest.approx(1), pytest.approx(2)]

@@ -1,4 +1,6 @@
-"""How single items vary about their mean: measured against their neighbours, and drawn from decks."""
+"""Tests how the spread of items is measured, from items that follow each other, and how factors are drawn
+from decks.
+"""
 
 from __future__ import annotations
 

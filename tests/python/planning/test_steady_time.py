@@ -1,4 +1,6 @@
-"""The search's time of a plan equals simulate()'s of the same lists to the bit, for every schedule."""
+"""Tests that steady_ms() gives the same time as simulate() for the same lists, to the bit, for every
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -118,8 +120,8 @@ def test_durations_of_another_plan_are_refused() -> None:
 
 
 def test_norms_between_replicas_take_no_time_of_their_links() -> None:
-    """The norms once took as long as a shard, so runs with max_grad_norm and replicas were predicted too
-    slow.
+    """An exchange of norms once took as long as that of a shard. So runs with max_grad_norm and replicas were
+    predicted too slow.
     """
     placement = _core.Placement.in_order([3])
     without, norms = (

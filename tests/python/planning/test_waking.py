@@ -1,4 +1,4 @@
-"""Items cost more after a wait, by closed forms, both on cores of their own and on shared cores."""
+"""Tests costs of items after a wait, by closed forms, with a core for each worker and with shared cores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_a_part_of_the_wait_costs_a_part() -> None:
 
 
 def test_workers_that_wait_for_each_other_in_turn_wake_for_each_item() -> None:
-    # 6 ms of work, in which each stage's forward is one after 3 ms of waiting, and its backward another.
+    # A minibatch has 6 ms of work. Each stage waits for 3 ms of these, so its forward and its backward both
+    # cost more.
     waking = StageWaking([_WAKING], [[{"FORWARD": 0.25, "BACKWARD": 0.5}]] * 2)
     for simulation in _simulations("model_parallel", waking):
         assert simulation.ms_per_minibatch == pytest.approx(6.0 + 2 * 0.25 + 2 * 0.5)
@@ -55,7 +56,8 @@ def test_nobody_pays_for_a_wait_twice() -> None:
             if timed.instruction.edge is None:
                 opcode = timed.instruction.opcode
                 extra.setdefault(opcode, []).append(timed.end_ms - timed.begin_ms - alone_ms[opcode])
-        # The first of each kind has no wait behind it that another of its kind has not seen.
+        # The first item of each kind pays nothing, because a wait is counted from the last item of the same
+        # kind.
         for opcode, more_ms in extra.items():
             assert more_ms == pytest.approx([0.0] + [kinds[opcode]] * (_MINIBATCHES - 1))
 
@@ -78,7 +80,8 @@ def test_what_is_lost_at_once_and_what_is_lost_slowly_add_up() -> None:
     wakings = [_WAKING, Waking(8.0, {"FORWARD": 0.5})]
     assert waking_share(wakings, "FORWARD", 4.0) == pytest.approx(0.25 + 0.25)
     assert waking_share(wakings, "BACKWARD", 4.0) == 0
-    # A stage waits for 3 + x ms before each forward, which is longer by x = 1 + 2 (3 + x) / 8 = 7 / 3.
+    # A stage waits for 3 + x ms before each forward, and the forward takes x ms longer: x = 1 + 2 (3 + x) / 8
+    # = 7 / 3.
     in_ms = StageWaking(wakings, [[{"FORWARD": 1.0}, {"FORWARD": 2.0}]] * 2)
     for simulation in _simulations("model_parallel", in_ms):
         assert simulation.ms_per_minibatch == pytest.approx(6 + 2 * 7 / 3, rel=0.01)

@@ -1,5 +1,5 @@
-"""Compares a trace with a simulation: items as simulated show no difference, and slower ones are
-named first.
+"""Tests the comparison of a trace with a simulation. Equal times show no difference, and the largest
+difference comes first.
 """
 
 from __future__ import annotations

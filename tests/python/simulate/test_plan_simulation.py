@@ -1,4 +1,6 @@
-"""Simulates a plan's own lists with a profile's costs: closed forms, and plans that cannot be simulated."""
+"""Tests simulations of plans with a profile's costs: by closed forms, and with plans that cannot be
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _STAGES = 3
 
 
 def _profile(*, activation_bytes: int = 1000) -> Profile:
-    """Three layers of 3 ms, the last one passes nothing on."""
+    """Returns three layers of 3 ms each. The last one passes nothing on."""
     layers = [LayerProfile(f"layer{i}", 1.0, 2.0, activation_bytes, 4000) for i in range(_STAGES - 1)]
     return Profile(layers=(*layers, LayerProfile("last", 1.0, 2.0, 0, 4000)), batch_size=8)
 
@@ -128,13 +130,15 @@ def test_replicas_share_their_stages_minibatches_and_its_parameters(tmp_path: Pa
     workers = simulated.to_dict()["workers"]
     assert [worker["stages"] for worker in workers] == [[0], [0], [1]]
     assert [worker["busy_ms_per_minibatch"] for worker in workers] == pytest.approx([3.0] * 3)
-    # Of every two minibatches: two activations; a shard of 4,000 bytes pushed, another pulled.
+    # In a round of two minibatches a replica sends one activation of 1,000 bytes, pushes a shard of 4,000
+    # bytes, and sends the new version of its own shard.
     assert workers[0]["bytes_sent_per_minibatch"] == pytest.approx((1000 + 2 * 4000) / 2)
 
 
 def test_a_worker_needs_what_its_stage_keeps_in_flight(plan_file: Path) -> None:
     simulated = _simulate(plan_file, "pipedream")
-    # Versions, model, gradients, momentum; what the layers pass on stands for what they save; what travels.
+    # The first stage has three versions, the model, gradients and momentum. The profile has no saved bytes,
+    # so a layer's output counts as saved, for three minibatches in flight.
     peaks = [worker["memory_peak_bytes"] for worker in simulated.to_dict()["workers"]]
     assert peaks == [round(max(use.num_bytes for use in row)) for row in simulated.memory]
     assert peaks[0] >= (3 + 3) * 4000 + 3 * 1000
@@ -183,13 +187,16 @@ def test_factors_are_what_replicas_send_where_they_are_smaller(tmp_path: Path) -
         factors: simulate_plan(path, profile, schedule="data_parallel", factors=factors).to_dict()["workers"]
         for factors in (False, True)
     }
-    # Of a round of two minibatches: a shard is pushed, another pulled; by factors 1000 are left to be dealt.
+    # In a round of two minibatches a replica pushes a shard of 2,500 bytes, and sends its own shard's new
+    # version. With factors it pushes 300 bytes of factors, and shards have 500 bytes.
     assert [worker["bytes_sent_per_minibatch"] for worker in sent[False]] == [2500, 2500]
     assert [worker["bytes_sent_per_minibatch"] for worker in sent[True]] == [650, 650]
 
 
 def _links(num_workers: int, latency_us: float = 0.0, **slower: float) -> LinkProfile:
-    """slower: bytes per second of "from_SENDER_RECEIVER"; the others have 1e9."""
+    """Returns links of 1e9 bytes per second. slower: bytes per second of other links, such as from_1_0=1e5
+    for the link from rank 1 to rank 0.
+    """
     pairs = itertools.permutations(range(num_workers), 2)
     return LinkProfile(
         num_workers, tuple(MeasuredLink(a, b, slower.get(f"from_{a}_{b}", 1e9), latency_us) for a, b in pairs)
@@ -205,7 +212,8 @@ def test_measured_links_that_are_all_alike_are_one_bandwidth(plan_file: Path, tm
 
 
 def test_each_measured_link_takes_its_own_time(plan_file: Path) -> None:
-    # 1000 bytes in 10 ms, 4 ms and otherwise 1 us; a stage computes for 3 ms.
+    # The two slower links carry 1,000 bytes in 10 ms and in 4 ms, the others in 1 us. A stage computes for 3
+    # ms.
     slow = _links(3, from_1_0=1e5, from_1_2=2.5e5)
     simulated = simulate_plan(plan_file, _profile(), links=slow)
     assert simulated.ms_per_minibatch == pytest.approx(10.0)
@@ -219,7 +227,8 @@ def test_each_measured_link_takes_its_own_time(plan_file: Path) -> None:
 
 def test_a_replicas_slowest_measured_link_is_that_of_its_shard(tmp_path: Path) -> None:
     path, profile = _replicated(tmp_path, None)
-    # 3 ms of two minibatches at once, then 2,500 bytes pushed and as many pulled.
+    # In a round both replicas compute for 3 ms at the same time. Then they push 2,500 bytes and pull 2,500
+    # bytes.
     simulated = simulate_plan(path, profile, schedule="data_parallel", links=_links(2, from_1_0=5e5))
     assert simulated.ms_per_minibatch == pytest.approx((3.0 + 5.0 + 5.0) / 2)
     # A push and a pull are each late.
@@ -260,7 +269,8 @@ def test_how_replicas_agree_says_what_they_wait_for(tmp_path: Path) -> None:
         sync: simulate_plan(path, profile, schedule="data_parallel", sync=sync)
         for sync in ("bsp", "asp", "allreduce")
     }
-    # 3 ms of each minibatch, of which two run at once, then 2.5 ms of a push and 2.5 of a pull, or of a ring.
+    # In a round both replicas compute for 3 ms at the same time. Then a push and a pull take 2.5 ms each, or
+    # an all-reduce takes 5 ms.
     times = {sync: of_sync.ms_per_minibatch for sync, of_sync in simulated.items()}
     assert times == dict.fromkeys(times, pytest.approx(4.0))
     peaks = {sync: simulated[sync].to_dict()["workers"][0]["memory_peak_bytes"] for sync in ("bsp", "asp")}

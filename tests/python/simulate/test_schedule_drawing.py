@@ -1,4 +1,4 @@
-"""The picture of a large schedule shows a part of it, and says which."""
+"""Tests that the picture of a large schedule shows a part of it, and says which part."""
 
 from __future__ import annotations
 

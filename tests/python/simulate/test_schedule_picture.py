@@ -1,4 +1,4 @@
-"""Pictures of schedules: ASCII to the character, drawings by their boxes, traces by their spans."""
+"""Tests pictures of schedules: text to the character, drawings by their boxes, traces by their spans."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_drawing_writes_minibatch_microbatch_version_and_phases(tmp_path: Path) 
     phases = [PhaseSpan("warm-up", 0, 12), PhaseSpan("steady", 12, 50)]
     write_picture(path, simulate_schedule("2bw", 2, 4, num_microbatches=2), "title", "below", phases=phases)
     texts = texts_of(path)
-    # Every microbatch is written on a forward and a backward at both stages.
+    # The label of every microbatch is on its forward and its backward, at both stages.
     assert [texts.count(f"{i}.{k}") for i in range(4) for k in range(2)] == [4] * 8
     assert (texts.count("v0"), texts.count("v1"), texts.count("v2")) == (16, 8, 8)
     assert {"below", "warm-up", "steady", "time, ms"} <= set(texts)

@@ -1,4 +1,6 @@
-"""Memory in use along a simulated timeline: as many microbatches as a schedule keeps, and what travels."""
+"""Tests the memory in use along a simulated timeline: tensors that a schedule keeps, and tensors on their way
+between stages.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ def _peaks(
     device: str | None = None,
     **options: Any,
 ) -> list[float]:
-    """Peak bytes of each worker, without one version of the weights, the model, the gradients and the
-    momentum."""
+    """Returns each worker's peak bytes, without four terms: one version of the weights, the model, the
+    gradients and the momentum.
+    """
     num_stages = len(replicas)
     layers = [
         LayerProfile(f"layer{i}", 1.0, 2.0, cut_bytes * (i + 1 < num_stages), _WEIGHTS, saved_bytes=_SAVED)
@@ -66,7 +69,8 @@ def test_a_stage_keeps_what_its_schedule_has_in_flight(
 def test_a_recompute_keeps_one_microbatch_and_all_inputs() -> None:
     assert _peaks("flush", 3, recompute=True) == pytest.approx([_SAVED / 3] * 3)
     inputs = [peak - _SAVED / 3 for peak in _peaks("gpipe", 3, recompute=True, cut_bytes=3 * _CUT)]
-    # At its backward a stage has the gradient, too; the last one keeps three inputs and sends one gradient.
+    # A stage keeps three inputs, and in a backward also the gradient of its output. The first stage receives
+    # no inputs, and the last one receives no gradients.
     assert inputs[0] == pytest.approx(_CUT)
     assert inputs[1] == pytest.approx(3 * _CUT + _CUT)
     assert inputs[2] >= 3 * _CUT
@@ -75,12 +79,13 @@ def test_a_recompute_keeps_one_microbatch_and_all_inputs() -> None:
 def test_what_travels_is_in_the_memory_of_both_ends() -> None:
     peaks = (_peaks("model_parallel", cut_bytes=num_bytes) for num_bytes in (_CUT, 0))
     apart = [more - less for more, less in zip(*peaks, strict=True)]
-    # The first stage has the gradient beside what it kept, the last its input; the middle one both.
+    # At its peak the first stage has a gradient, the last stage has an input, and the middle one has both.
     assert apart == [_CUT, 2 * _CUT, _CUT]
 
 
 def test_replicas_have_what_they_exchange_and_the_optimizer_is_asked_for() -> None:
-    # Of half the weights copies of gradients, slots for what is pushed and pulled, and no state.
+    # Replicas add copies of gradients, slots for pushes and slots for pulls, each for half the weights. They
+    # save the momentum of half the weights.
     assert _peaks("data_parallel", replicas=(2,)) == pytest.approx([_SAVED + (3 - 1) / 2 * _WEIGHTS] * 2)
     on_host = _peaks("data_parallel", replicas=(2,), device="x86_64, 2 threads")
     assert on_host == pytest.approx([_SAVED + (2 - 1) / 2 * _WEIGHTS] * 2)

@@ -1,4 +1,4 @@
-"""Instruction lists as text, in which spares are called spares."""
+"""Tests instruction lists as text, in which spares are called spares."""
 
 from __future__ import annotations
 
