@@ -2,8 +2,8 @@
 training.
 
 On CUDA torch's allocator counts bytes. On the host torch has no such count. There a dispatch mode notes every
-tensor that an operator makes, and when the tensor's memory is freed. That costs some us per operator, so the
-mode is on during the first minibatches only. It does not see memory that an operator allocates and frees
+tensor that an operator makes, and when the tensor's memory is freed. That costs microseconds per operator, so
+the mode is on during the first minibatches only. It does not see memory that an operator allocates and frees
 itself.
 """
 
@@ -108,7 +108,7 @@ def make_meter(device: torch.device) -> MemoryMeter:
 
 
 class _CudaMeter:
-    """The caching allocator's own figures."""
+    """Reads the byte counts of torch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -157,7 +157,7 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note_all(self, values: Sequence[Any], *, counts: bool) -> None:
-        """Operators take and return tensors, and lists and tuples of them."""
+        """Notes the tensors among the values, and the tensors in lists and tuples among them."""
         for value in values:
             if isinstance(value, Tensor):
                 self._note(value, counts=counts)

@@ -91,9 +91,9 @@ class PushedFactors:
     """Sizes of a stage's gradients at one replica if they are pushed as factors."""
 
     weight_bytes: int = 0
-    """Bytes of the weights, whose gradients no backward makes."""
+    """Bytes of the weights that are pushed as factors. No backward makes their gradients."""
     factor_bytes: int = 0
-    """Bytes of a round's factors, at most."""
+    """The most bytes of factors in one round."""
     step_bytes: int = 0
     """Bytes of the gradients that exist at once in an update, and of the stacked factors from which the
     update computes a gradient."""
@@ -135,16 +135,16 @@ class MemoryPlan:
     placed_state_bytes: Mapping[int, int]
     """Bytes of the optimizer's state that lies in the pool, without masters."""
     torch_state_bytes: Mapping[int, int]
-    """Bytes of the optimizer's state that torch makes."""
+    """Bytes of the optimizer's state that torch allocates, outside the pool."""
     model_bytes: int
     device_type: str = "cpu"
     """The type of the worker's device, as torch names it."""
     offload: Mapping[int, Offload] = field(default_factory=dict)
     step_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Bytes that the optimizer's step makes and drops."""
+    """Bytes that the optimizer's step allocates and frees."""
     factors: Mapping[int, PushedFactors] = field(default_factory=dict)
     pushes: Mapping[int, PushedGradients] = field(default_factory=dict)
-    """Pushed gradients of the stages that have shards."""
+    """Sizes for pushing gradients, for stages that have shards."""
     shard_bytes: Mapping[int, int] = field(default_factory=dict)
     """Bytes of one version of the replica's own shard, if shards are asynchronous."""
     evaluation_bytes: int = 0
@@ -274,9 +274,9 @@ class MemoryPlan:
         """
         footprint = self.footprints[stage]
         gradient_bytes = footprint.input_bytes - footprint.target_bytes
-        # A microbatch has a stash here, or a gradient that waits. Either way it is still in flight upstream,
-        # so the two numbers add up to at most `upstream`. The bytes are linear in the number of stashes, so
-        # the most bytes are at one end of its range.
+        # A microbatch has a stash here, or a gradient that waits. In both cases it is still in flight
+        # upstream, so the two numbers add up to at most `upstream`. The bytes are linear in the number of
+        # stashes, so they are largest with the fewest or with the most stashes.
         upstream = num_in_flight_upstream(self.schedule, stage)
         here_max = _core.num_microbatches_in_flight(self.schedule, stage)
         return _NUM_RELEASED_LATE * gradient_bytes + max(
@@ -356,8 +356,8 @@ def choose_savings(
     turned on (unless `recompute` is given), then weight versions are offloaded, then activations. Each of the
     three is done stage by stage, first where it saves most, until the worker fits.
 
-    The worker's neighbours need not know about it. Raises ValueError, which lists the terms, if the worker
-    does not fit even with all savings.
+    Other workers need not know which savings this worker uses. Raises ValueError, which lists the terms, if
+    the worker does not fit even with all savings.
     """
     memory = memory.with_recompute(recompute or (False,) * memory.plan.num_stages)
     if limit_bytes is None:

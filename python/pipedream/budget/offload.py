@@ -100,7 +100,7 @@ class _Geometry(NamedTuple):
 
 @dataclass(frozen=True)
 class _Kept:
-    """A saved tensor that stays where it is."""
+    """A saved tensor that stays on the device."""
 
     tensor: Tensor
     version: int

@@ -449,7 +449,8 @@ def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
 def gives_the_same_again(stage: StageModule, device: torch.device, run: Callable[[], Any]) -> bool:
     """Whether the stage's forward gives the same output when it is repeated, as in a recompute. Also True if
     the forward fails, because the failure is reported elsewhere. run: function that runs the forward. Nothing
-    may change its output in place afterwards."""
+    may change the output in place after the forward.
+    """
     generators = GeneratorState.capture(device)
     with contextlib.suppress(Exception):
         with BufferMemory(stage).forward() as buffers:

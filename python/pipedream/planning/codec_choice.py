@@ -3,8 +3,9 @@
 A choice is a mapping, ready for JSON. Its values are names of codecs (csrc/codec/codec.h). A key is
 "activations", "gradients", "pushes", or a pair of stages: "0->1" means tensors that stage 0 sends to stage 1.
 A pair takes precedence over "activations" and "gradients". The value for "pushes" may also be "factors" or
-"factors:bf16". With the latter, gradients that are not pushed as factors are encoded by bf16. Pure; needs no
-torch.
+"factors:bf16". With "factors:bf16", gradients that are not pushed as factors are encoded by bf16.
+
+Pure; needs no torch.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def parse_codec_text(text: str) -> str | dict[str, str]:
 
 
 def check_pairs(choice: CodecChoice, num_stages: int) -> None:
-    """Refuses pairs of stages between which nothing travels."""
+    """Raises ValueError for a pair of stages that are not neighbours."""
     for where in choice:
         if where in (*DIRECTIONS, PUSHES):
             continue
@@ -91,7 +92,7 @@ def check_pairs(choice: CodecChoice, num_stages: int) -> None:
 
 
 def codec_between(choice: CodecChoice, sender: int, receiver: int) -> str:
-    """Returns the name of the codec from one stage to its neighbour."""
+    """Returns the name of the codec for tensors that stage `sender` sends to its neighbour `receiver`."""
     direction = DIRECTIONS[0] if sender < receiver else DIRECTIONS[1]
     return choice.get(f"{sender}->{receiver}", choice.get(direction, NO_CODEC))
 

@@ -10,8 +10,8 @@ factors in a round, r the number of replicas. A replica sends in a round:
 Factors are smaller if r F < 2 W. They also cost time. The backward of a replica skips the gradient of such a
 weight. Instead, the replica's update computes the gradient from the factors of all replicas, by one matrix
 product that grows with r. If the profile has not measured the product, planning estimates its time: half of
-the layer's backward, times the weight's share of the layer's parameters. The half is because a linear layer's
-backward has two products.
+the layer's backward, times the weight's share of the layer's parameters. A linear layer's backward has two
+products of equal size, and this is one of them.
 
 Planning applies the rule to every weight whose factors are in the profile. Profile.without_factors() removes
 them. Pure; any thread; needs no torch.
@@ -52,8 +52,8 @@ def are_smaller(
     """Whether a weight's factors are fewer bytes than the gradient and the new version that replicas send
     otherwise.
 
-    factor_bytes: size of one replica's factors in a round. pushed_bytes: size of the whole gradient as it
-    would be pushed, encoded. None: it would be pushed without encoding.
+    factor_bytes: size of one replica's factors in a round. pushed_bytes: size of the encoded gradient; None:
+    gradients that are pushed whole are not encoded.
     """
     dense_bytes = weight_bytes + (weight_bytes if pushed_bytes is None else pushed_bytes)
     return num_replicas * factor_bytes < dense_bytes
@@ -96,8 +96,8 @@ def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tupl
     """Returns the factors of each layer's weights in the core's form: (weight bytes, factor bytes, seconds of
     the product). Empty if the profile has no factors.
 
-    layers_ms: each layer's time as the core has it. The products of a layer are scaled down so that they do
-        not exceed that time.
+    layers_ms: each layer's time, as it is passed to the core. The products of a layer are scaled down if
+        their sum exceeds that time.
     """
     if not any(layer.factors for layer in profile.layers):
         return []
@@ -117,8 +117,10 @@ def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tupl
 
 def split_codec(codec: Any, *, has_limit: bool) -> tuple[dict[str, str], dict[str, str]]:
     """Splits a codec in two: the codec that the plan is made for, as checked_codec() returns it, and the
-    codecs of activations and gradients. has_limit: whether memory is limited; if not, the second is empty. A
-    plan with limited memory reserves room for encoded activations and gradients.
+    codecs of activations and gradients.
+
+    has_limit: whether memory is limited. If it is, the plan reserves room for encoded activations and
+    gradients. If not, codecs of these raise ValueError.
     """
     if not has_limit:
         return checked_codec(codec), {}

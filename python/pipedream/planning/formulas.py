@@ -55,7 +55,7 @@ def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float, microbatches: 
 
     M is the number of microbatches in a minibatch, m the number of replicas. A round has lcm(M, m) / M
     minibatches. With spare shards the formula of round_ms() replaces the paper's synchronisation time.
-    csrc/planner/stage_cost.h says how weights count whose gradients are sent as factors.
+    csrc/planner/stage_cost.h has the formula for weights whose gradients are sent as factors.
     """
     replicas = stage.num_replicas
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
@@ -77,14 +77,14 @@ def parameter_bytes_of(profile: Profile, stage: Stage) -> int:
 
 @dataclass(frozen=True)
 class StageLinks:
-    """The bandwidths of the links that a plan uses, in bytes per second; infinite where there is no link."""
+    """The links that a plan uses. Bandwidths are in bytes per second, and infinite where there is no link."""
 
     downstream: tuple[float, ...]
     """Bandwidth from each stage but the last to the next stage."""
     upstream: tuple[float, ...]
     """Bandwidth from each stage but the first to the stage before it."""
     replicas: tuple[float, ...]
-    """Between the replicas of each stage."""
+    """Bandwidth between the replicas of each stage."""
     latency_ms: tuple[float, ...]
     """Latency between each stage and the next, in the direction where it is longer; 0 if not measured."""
     replica_latency_ms: tuple[float, ...]

@@ -213,7 +213,7 @@ def _cut_from(where: str, value: object) -> CutCost:
 @dataclass(frozen=True)
 class Waking:
     """One term of the cost of waiting. An item pays all of it if the worker has waited after_ms or more since
-    its last item of the kind. After a shorter wait the item pays a proportional part.
+    its last item of the same kind. After a shorter wait the item pays a proportional part.
     """
 
     after_ms: float = 0.0
@@ -244,8 +244,8 @@ class Waking:
 
 
 def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> float:
-    """Returns the cost of an item after waiting for waited_ms, as a share of the item's time without a
-    wait.
+    """Returns the additional cost of an item after a wait of waited_ms, as a share of the item's time for a
+    whole minibatch.
     """
     return sum(waking.shares.get(kind, 0.0) * waking.part(waited_ms) for waking in wakings)
 
@@ -297,8 +297,8 @@ class Spread:
         )
 
     def shuffler(self) -> Callable[[int, str], list[float]]:
-        """Returns a function that gives the next deck of a worker and a kind. Each worker has a generator of
-        its own.
+        """Returns a function of a worker and a kind of item that returns the worker's next deck, shuffled.
+        Each worker has a random generator of its own.
         """
         randoms: dict[int, random.Random] = {}
 
@@ -336,7 +336,7 @@ def _factors(times: Sequence[float]) -> list[float]:
 
 
 def _deck(factors: Sequence[float]) -> tuple[float, ...]:
-    """Returns _DECK_SIZE factors of mean 1 that represent all the given ones. Returns none if too few are
+    """Returns _DECK_SIZE factors of mean 1 that represent all the given factors. Returns none if too few are
     given.
     """
     if len(factors) < _DECK_SIZE:

@@ -28,7 +28,7 @@ _WIDTH, _INDENT = 100, " " * 6  # layout of the printed table
 
 Traits = dict[str, str | None]
 """The options of a job that exclude other options, by their names in exclusions.cc. The value is the text by
-which an error states the option, such as "staleness is 1". None: the table's words.
+which an error states the option, such as "staleness is 1". None: an error uses the text in exclusions.cc.
 """
 
 
@@ -68,7 +68,7 @@ class Job:
     """The options of one training. Some pairs of options exclude each other."""
 
     schedule: str
-    """Its name, or "auto"."""
+    """The schedule's name, or "auto"."""
     schedule_traits: ScheduleTraits
     replication: Replication
     num_replicas: Sequence[int] | None = None
@@ -83,7 +83,7 @@ class Job:
     exchanges_norms_of_stages: bool = False
     """Whether an update waits for the gradients of other stages, for max_grad_norm or float16."""
     ties: Sequence[tuple[int, int]] = ()
-    """(owner, user) of parameters that stages share."""
+    """Pairs of stages that share parameters: the stage that owns them, and a stage that also uses them."""
     float32_masters: str | None = None
     """The text by which an error states the float32 masters. None: no optimizer keeps masters of bfloat16
     parameters.

@@ -57,7 +57,7 @@ class WeightFactors(NamedTuple):
 
     weight_bytes: int
     factor_bytes: int
-    """Bytes of the factors of a minibatch."""
+    """Bytes of the weight's factors for one minibatch of one replica."""
     product_ms: float | None = None
     """Milliseconds to compute the gradient from the factors of one replica; None if not measured."""
 
@@ -193,7 +193,7 @@ class Profile:
     """Samples per minibatch; None where a sample is not a row, as in some translation models."""
     device: str | None = None
     minibatches: int | None = None
-    """How many minibatches the figures are means over."""
+    """Number of minibatches whose mean the figures are; None if unknown."""
     time_error: float | None = None
     """Half the width of the 95 % confidence interval of a minibatch's mean time, as a share of that mean;
     None if unknown.

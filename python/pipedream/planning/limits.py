@@ -35,7 +35,7 @@ _ENCODED_BYTES = 1 << 20  # size of the tensor by which a codec's shares are fou
 
 
 class NothingFitsError(ValueError):
-    """No plan keeps to the limits."""
+    """Raised if no plan keeps to the limits."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Limits:
         return replace(self, speeds=self.speeds[:num_workers], memory_bytes=self.memory_bytes[:num_workers])
 
     def speeds_of(self, stages: Sequence[Stage]) -> list[float]:
-        """Returns the speed of each stage's slowest worker. `self.speeds` must not be empty. Ranks count
-        through the stages in order.
+        """Returns the speed of each stage's slowest worker. `self.speeds` must not be empty. Ranks are given
+        to the replicas of stage 0 first, then to those of stage 1, and so on.
         """
         return [min(self.speeds[rank] for rank in ranks) for ranks in ranks_of(stages)]
 
@@ -116,9 +116,9 @@ class Limits:
     def figures_of(
         self, stages: Sequence[Stage], profile: Profile, options: _core.ScheduleOptions
     ) -> dict[str, Any]:
-        """Returns the figures of memory and recompute, as solve_within(), for given stages in a run with
-        these options. A stage recomputes if it would not fit otherwise. Raises NothingFitsError if the stages
-        exceed the limits.
+        """Returns the figures of memory and recompute for given stages in a run with these options, in the
+        form of solve_within(). A stage recomputes if it would not fit otherwise. Raises NothingFitsError if
+        the stages exceed the limits.
         """
         last_layers = tuple(stage.last_layer for stage in stages)
         counts = tuple(stage.num_replicas for stage in stages)

@@ -43,13 +43,13 @@ class MeasuredLink:
     receiver: int
     bytes_per_s: float
     latency_us: float
-    """Half of the round trip of a few bytes. It is the same in both directions."""
+    """Microseconds: half of the round trip of a few bytes, equal in both directions."""
     bytes_per_s_error: float | None = None
     """Half the width of the 95 % confidence interval of the mean time, as a share of that mean. None:
     unknown.
     """
     latency_error: float | None = None
-    """The same for the latency."""
+    """The interval of the mean latency, in the same form; None: unknown."""
     transport: str | None = None
     """The transport that carried the tensors, by the core's name."""
 
@@ -80,7 +80,7 @@ class LinkProfile:
 
     num_workers: int
     links: tuple[MeasuredLink, ...]
-    """In the order of senders, then of receivers."""
+    """The links, sorted by sender, then by receiver."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the file that this version does not know. Saving writes them back unchanged."""
 

@@ -75,8 +75,9 @@ def partition(
     """Returns the plan with the smallest predicted time per minibatch on at most `num_workers` workers.
 
     The cost of a stage is T(i..j, m) = (1/m) max( sum T_l, sum 4 (m-1) |w_l| / (m B) ), the cost of a
-    boundary 2 a_i / B. Ties go to fewer workers, then to fewer stages. Source: PipeDream (SOSP'19), section
-    3.1.
+    boundary 2 a_i / B. m is the number of replicas, T_l the time of a layer, |w_l| the bytes of its
+    parameters, a_i the bytes of the tensors that cross the boundary, and B the bandwidth. Ties go to fewer
+    workers, then to fewer stages. Source: PipeDream (SOSP'19), section 3.1.
 
     `bandwidth` is a text with a unit ("10Gbit/s"), a number of bytes per second, or the result of
     profile_links(). With measured links a search starts from the formulas' optima for some of the bandwidths.
@@ -225,7 +226,7 @@ def _with_links_hidden(plan: Plan, problem: PlanProblem) -> Plan:
 
 
 def _with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
-    """Adds to the plan's predictions the times of the alternatives, and which arguments the user fixed."""
+    """Adds to `predicted` the times of other plans, and the names of the arguments that the user fixed."""
     layers_ms = [layer_cost_ms(layer, problem.runtime) for layer in problem.profile.layers]
     speeds = problem.limits.speeds
     free = replace(problem, limits=Limits(speeds=speeds), schedule="pipedream", microbatches=None)
@@ -392,8 +393,8 @@ def _bottleneck_ms(figures: dict[str, Any]) -> float:
 def _most_that_pay(
     stages: Stages, spare_workers: int, figures_of: Callable[[Stages], dict[str, Any]]
 ) -> tuple[Stages, dict[str, Any], str]:
-    """Returns the stages with the fastest number of spares, the figures of these stages, and the reason why
-    no more spares are used.
+    """Returns the stages with the number of spares that makes them fastest, the figures of these stages, and
+    the reason why no more spares are used.
 
     A single spare may bring no gain: if two stages are equally slow, each needs a spare before the plan is
     faster.

@@ -93,7 +93,8 @@ class Plan:
     predicted: dict[str, Any] = field(default_factory=dict, hash=False)
     """Optional figures of the cost model: samples_per_s, memory_bytes (null: not predicted), and figures per
     stage that print(plan) shows. These are stage_ms (time per minibatch), stage_parameter_bytes, stage_layers
-    ([first, last] layer names), and boundary_ms (2 C_i after each stage but the last).
+    ([first, last] layer names), and boundary_ms (time in both directions together, after each stage but the
+    last).
     """
     max_shapes: Shapes = field(default_factory=dict, hash=False)
     """The largest sizes of a minibatch's entries for which `run` plans memory: {"input_ids": (8, 512)}, or
@@ -102,8 +103,8 @@ class Plan:
     """
     shapes_apart: tuple[Shapes, ...] = field(default=(), hash=False)
     """Several kinds of shapes, used instead of max_shapes. `run` plans memory for minibatches as large as one
-    kind, or between two kinds. A minibatch with the largest size of every entry would not fit.
-    fitting(apart=True) sets this field.
+    kind, or between two kinds. This memory need not suffice for a minibatch that has the largest size of
+    every entry. fitting(apart=True) sets this field.
     """
     cuts: tuple[str, ...] | None = None
     """The module calls after which layers end, from the profile. None: layers end at every possible cut of
@@ -232,10 +233,11 @@ class Plan:
         shapes change, give a minibatch as large as the largest: `plan.fitting(collate([longest] *
         batch_size))`.
 
-        apart: plans memory for minibatches as large as one of the given ones, or between two of them. A
-        minibatch with the largest size of every entry would not fit. Use it for minibatches of equal numbers
-        of tokens, from few long texts to many short ones. The shapes from the profile are dropped. If there
-        are more than 16 kinds of shapes, the two kinds whose common size is smallest become one.
+        apart: plans memory for minibatches as large as one of the given ones, or between two of them. This
+        memory need not suffice for a minibatch that has the largest size of every entry. Use it for
+        minibatches of equal numbers of tokens, from few long texts to many short ones. The shapes from the
+        profile are dropped. If there are more than 16 kinds of shapes, the two kinds whose common size is
+        smallest become one.
 
         Raises TypeError for a value that is no minibatch.
         """

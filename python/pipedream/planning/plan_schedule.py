@@ -44,8 +44,8 @@ def schedule_to_run(
     """Returns the schedule under its present name, and the number of microbatches. "auto" takes both from the
     plan. A program contains its number of microbatches.
 
-    microbatches: 1 or None if the user gave none. Raises ValueError if the plan has no schedule, or does not
-    fit it.
+    microbatches: 1 or None if the user gave none. Raises ValueError if a value contradicts the plan or the
+    program, or if "auto" finds no schedule in the plan.
     """
     if isinstance(schedule, Program):
         return schedule, _microbatches_of(schedule, plan, microbatches)
@@ -108,6 +108,8 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
 
     The delay is the difference between the version that a gradient changes and the version that its forward
     read. It is (n_s - 1) / c_s at a stage that counts its own microbatches (VersionRule in csrc/schedule).
+    n_s is the number of microbatches in flight at each replica, c_s the number of one replica's microbatches
+    in a round.
     """
     from pipedream import _core
 

@@ -69,8 +69,8 @@ def _by_formulas(problem: PlanProblem) -> Plan:
 
 
 def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None:
-    """Returns the memory per worker that would be enough, to within two percent. None if memory is not the
-    limit that no plan keeps to, or if the search would take long.
+    """Returns the memory per worker with which some plan would fit, to within two percent. Returns None if no
+    memory is enough, because of other limits, or if the search would take long.
     """
     limits, num_workers = problem.limits, problem.num_workers
     if not limits.memory_bytes or problem.profile.num_layers * num_workers > _MEMORY_SOUGHT_MAX:

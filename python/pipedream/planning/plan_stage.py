@@ -242,8 +242,7 @@ def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
 
 def in_flight_in_phase(in_flight: Sequence[int], stages: Sequence[Stage]) -> tuple[int, ...]:
     """Returns the minibatches in flight with which a balanced plan loses no time while replicas wait for each
-    other's gradients. Replicas of neighbouring stages take turns with minibatches. The formula was found by
-    simulating all small plans:
+    other's gradients. The formula was found by simulating all small plans:
 
     n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} - 2 gcd(r_s, r_{s+1})) / r_s), and at least in_flight.
     """

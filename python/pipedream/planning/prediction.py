@@ -48,7 +48,8 @@ __all__ = [
     "with_links_hidden",
 ]
 
-# Minibatches simulated for each replica, besides warm-up and cool-down: enough for several decks of factors.
+# Minibatches simulated for each replica, besides warm-up and cool-down. They are enough to draw each factor
+# of the spread (item_cost.py) several times.
 STEADY_ROUNDS = 100
 # The fewest rounds simulated for a schedule that drains, because it is measured only from the end of its
 # first round on.
@@ -85,8 +86,8 @@ def predict_ms(
 
 
 def predict_ms_of_run(plan: Plan, schedule: _core.ScheduleOptions) -> float | None:
-    """Predicts as predict_ms() does, but after a training. A bad figure in a plan's file must not raise then,
-    so the bottleneck is returned.
+    """Returns the prediction of predict_ms() for a run that has ended. If a figure in the plan's file is
+    wrong, returns the bottleneck and raises nothing.
     """
     try:
         return predict_ms(plan, schedule)
@@ -140,10 +141,11 @@ def simulate_programs(
     spreads: bool = True,
     sync_shares: Sequence[SyncedBytes] | None = None,
 ) -> Simulation:
-    """Simulates the workers' lists with the costs in the plan, which must have some.
+    """Simulates the workers' lists with the costs in the plan. The plan must be of the calibrated cost model.
 
     spreads: whether the times of single items vary about their mean. sync_shares: for each stage, the bytes
-    that a replica pushes to one other replica and pulls from it, as shares of a shard; None: as in the costs.
+    that a replica pushes to one other replica and pulls from it, as shares of a shard; None: one shard each
+    way.
     """
     timing = _timing_of(plan, schedule, spreads=spreads, sync_shares=sync_shares)
     return simulate(
@@ -262,8 +264,8 @@ def _times(
 
 
 def _update_ms(stage: Stage, cost: StageCosts, num_versions: int, share: float) -> float:
-    """Returns the update time of a worker that owns `share` of the stage's parameters. `cost` is for a
-    replica in a stage without spares, so it is scaled.
+    """Returns the update time of a worker that owns `share` of the stage's parameters. `cost` is for a share
+    of 1 / r, so its part that grows with the parameters is scaled.
     """
     update_ms, of_shard_ms = cost.update_ms, cost.shard_update_ms
     if num_versions > 1:
@@ -355,9 +357,9 @@ def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan
 
 
 def _slowest_ms(plan: Plan) -> float:
-    """Returns the milliseconds per minibatch of the slowest stage or link, which nothing can hide. In the
-    paper's formulas this is the bottleneck. The calibrated model's bottleneck also includes waiting for
-    links.
+    """Returns the milliseconds per minibatch of the slowest stage or link. No number of minibatches in flight
+    makes the plan faster than that. In the paper's formulas this is the bottleneck. The calibrated model's
+    bottleneck also includes waiting for links.
     """
     if plan.cost_model != "calibrated":
         return plan.bottleneck_ms or 0.0

@@ -4,9 +4,10 @@ the machine that trains.
     forward of a microbatch   scale * sum of layers * (share + (1 - first share) / m) + the item's own cost
     update                    fixed + per byte of parameters (+ a copy, + what replicas exchange)
 
-The first microbatch of a minibatch has another share than later ones, because it meets a new version and no
-gradients. Numbers of microbatches that were measured override this line (item_cost.py). Items vary about
-their mean (Spread) and take longer after a wait (Waking); both are in item_cost.py.
+m is the number of microbatches. `share` is the part of a pass over the whole minibatch that each microbatch
+repeats. It is larger for the first microbatch of a minibatch, which meets a new version and no gradients.
+Times that were measured for some m override this line (item_cost.py). Items vary about their mean (Spread)
+and take longer after a wait (Waking); both are in item_cost.py.
 
 `pipedream.calibrate` measures these figures by short runs. A profile's file stores them as `runtime`. Values
 that never change once built; any thread; needs no torch.
@@ -103,7 +104,7 @@ class RuntimeCosts:
     in place.
     """
     sync: Mapping[str, SyncCost]
-    """Additional costs by WORK_KINDS, where replicas share the updates."""
+    """Additional costs of a stage with replicas, by kind of item (WORK_KINDS)."""
     latency_ms: float
     """Milliseconds from sending a tensor until its receiver has it, on an otherwise idle link."""
     cut_bytes: int
@@ -111,13 +112,15 @@ class RuntimeCosts:
     scaled in proportion.
     """
     num_cores: int
-    """Cores of a machine. Workers on one machine slow each other. The slowdown is the factor alone_speed if
-    num_cores workers compute at once.
+    """Cores of a machine. Workers on one machine slow each other. If num_cores or more compute at once, each
+    one is alone_speed times slower than alone.
     """
     alone_speed: float
-    """How many times as fast a worker is while the others of its machine wait; at least 1."""
+    """The speed of a worker while the other workers of its machine wait, divided by its speed while num_cores
+    of them compute; at least 1.
+    """
     spread: Spread = EVEN
-    """How single items vary about their mean."""
+    """Factors by which single items differ from their mean time."""
     wakings: tuple[Waking, ...] = ()
     """The additional cost of items after their worker has waited. `waking` in a file."""
 
@@ -183,13 +186,13 @@ class StageCosts:
     forward: ItemCost
     backward: ItemCost
     update_ms: float
-    """The time of an update that writes in place."""
+    """Milliseconds of an update that writes in place."""
     copy_ms: float
-    """Added to update_ms where the stage keeps several versions."""
+    """Milliseconds that an update takes in addition if the stage keeps several versions."""
     shard_ms: float = 0.0
     """The time in which a replica pushes a shard to one other replica, or pulls one from it."""
     sync_latency_ms: float = 0.0
-    """The latency of each push or pull, in addition."""
+    """Latency of each push or pull, in addition to shard_ms or push_ms."""
     push_ms: float | None = None
     """The time of a push that contains factors. None: as long as shard_ms."""
     shard_update_ms: float | None = None
@@ -202,8 +205,8 @@ class StageCosts:
     """Number of chunks in which a shard is sent."""
     push_leads: tuple[tuple[float, float], ...] = ()
     """For each owner of a shard, two shares of a backward: the share that remains when the first gradient
-    chunk for this owner can be pushed, and the share that remains at the last chunk. Empty: chunks are pushed
-    after the backward.
+    chunk for this owner can be pushed, and the share that remains when the last one can. Empty: chunks are
+    pushed after the backward.
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -261,9 +264,9 @@ def stage_costs(
 ) -> list[StageCosts]:
     """Returns each stage's costs by the calibrated cost model.
 
-    bytes_per_s, latency_ms: for each stage, figures of the links between its replicas. The calibration has a
-    latency, too, and the longer of the two is used. minibatches: for each stage, how many minibatches one
-    replica trains per update; None: 1.
+    bytes_per_s, latency_ms: for each stage, bandwidth and latency of the links between its replicas. The
+    calibration has a latency, too, and the longer of the two is used. minibatches: for each stage, how many
+    minibatches one replica trains per update; None: 1.
     """
     costs = []
     for stage_index, stage in enumerate(stages):

@@ -38,7 +38,7 @@ class _Candidate:
     problem: PlanProblem
     """The problem with this candidate's schedule and microbatches."""
     plan: Plan | None
-    """None if no plan keeps to the limits."""
+    """The candidate's plan; None if no plan keeps to the limits."""
     ms: float = 0.0
     """Milliseconds per minibatch."""
     delay: float = 0.0

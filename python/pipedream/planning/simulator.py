@@ -113,7 +113,7 @@ def simulate(
     spread: how single instructions vary about these times.
     waking: the additional cost of work after waits. None: no cost.
     host: the machine whose workers slow each other. None: no slowing.
-    one_link: a worker has one link to all others, as a host has one network interface.
+    one_link: whether a worker has a single link to all others, as a host has one network interface.
     minibatches_per_body: the number of minibatches after which the lists repeat.
 
     Raises ValueError if lists wait for each other, naming each worker and the event that it waits for. Also

@@ -29,7 +29,7 @@ class SpeedRow(NamedTuple):
 
     model: str
     num_workers: int
-    """Workers that the plan could use."""
+    """The number of workers that the plan was allowed to use."""
     bandwidth_bytes_per_s: float
     plan: Plan
 

@@ -8,10 +8,11 @@ A stage has M bytes of parameters, n replicas and k spares. Each replica owns a 
 one of b M bytes. In a round a replica sends each other replica 2 a M bytes: its gradients for that replica's
 shard, and its own shard of the next version. It sends each spare b M bytes of gradients. Transfers share a
 link evenly, so with b = 2 a all of them end at once. The spare sends to nobody until the first chunk has come
-from all replicas. After the last bytes have come, it still sends one chunk to each replica:
+from all replicas. After the last bytes have come, it still sends one chunk to each replica. The second row
+is for many spares (n^2 <= 2 k (k - 1)), which own all parameters:
 
     a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    round = (2 (n + k - 1) / (n + 2 k) M + n C) / B
-    a = 0                b = 1 / k            round = (n / k M + n C) / B    where n^2 <= 2 k (k - 1)
+    a = 0                b = 1 / k            round = (n / k M + n C) / B
 
 B is the bandwidth in bytes per second in each direction, C the size of a chunk of a spare's shard. For k = 1
 and k = n these are the shares of BytePS (OSDI'20, section 4.1). Without spares a round takes 2 (n - 1) / n M
@@ -65,7 +66,7 @@ def synced_bytes(
 def shares_of_a_shard(
     layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool, minibatches: float
 ) -> SyncedBytes:
-    """Returns synced_bytes() with `factors`, divided by the bytes without factors."""
+    """Returns synced_bytes() with `factors`, divided by the bytes of a shard without factors."""
     dense = synced_bytes(layers, num_replicas).pulled
     if dense == 0:
         return SyncedBytes(1.0, 1.0)
@@ -120,7 +121,7 @@ class ShardShares(NamedTuple):
 
     of_replica: float
     of_spare: float
-    """0 if there are no spares."""
+    """Share of one spare; 0 if there are no spares."""
 
 
 def shard_shares(num_replicas: int, num_spares: int = 0) -> ShardShares:

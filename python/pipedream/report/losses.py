@@ -51,7 +51,7 @@ class LossRecord:
         self._add(minibatch, loss.item(), weight)
 
     def close(self, minibatch: int) -> None:
-        """Ends a minibatch, when all its microbatches are added."""
+        """Ends a minibatch. Call it when the losses of all its microbatches have been added."""
         value, share, self._sum, self._share = self._sum, self._share, 0.0, 0.0
         self.values.append(value)
         self._on_minibatch(minibatch, value, share)
@@ -75,17 +75,17 @@ class LossRecord:
 
 
 class Copier(Protocol):
-    """Brings one loss at a time to the host."""
+    """Copies losses from the device to the host, one at a time."""
 
     def begin(self, loss: Tensor) -> None:
         """Begins a copy of the loss, which waits for all work queued on the device so far."""
 
     def finish(self) -> float:
-        """The value, once it is there."""
+        """Waits for the copy, and returns the loss."""
 
 
 class LateLossRecord(LossRecord):
-    """The record of losses on a device."""
+    """The record for losses that are on a GPU, and are read after the next work has been launched."""
 
     reads_late = True
 

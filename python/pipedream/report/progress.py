@@ -160,7 +160,7 @@ def skipping_shown(num_minibatches: int, *, is_shown: bool) -> Iterator[Callable
 def _display_for(
     file: TextIO, num_minibatches: int | None, num_epochs: int, schedule: _core.ScheduleOptions
 ) -> _Display:
-    # Does not ask Rich, which takes a CI that wants colours for a terminal.
+    # Rich is not asked, because it takes a CI that wants colours for a terminal.
     if file.isatty():
         console = Console(file=file)
         if not console.is_dumb_terminal:
@@ -243,6 +243,6 @@ class _Bar:
 
 
 def _describe_delay(schedule: _core.ScheduleOptions) -> str:
-    """Returns an empty text if no gradient is late."""
+    """Returns the mean delay of gradients as text; "" if there is none."""
     delay = mean_delay(schedule)
     return f"  gradients {delay:.2g} update{'s' * (delay != 1)} late" if delay else ""

@@ -49,7 +49,7 @@ class WorkSpan(NamedTuple):
     """Nanoseconds between asked_ns and ready_ns in which the worker waited for a neighbour's tensors and had
     nothing else to do."""
     compute_ns: int
-    """Time between ready and completed in user code."""
+    """Nanoseconds between ready_ns and completed_ns in which user code ran."""
 
     @property
     def traits(self) -> _core.OpcodeTraits:
@@ -60,11 +60,11 @@ class Evaluation(NamedTuple):
     """The figures of one evaluation by run(validation=...), with the weights before a minibatch."""
 
     minibatch: int
-    """The minibatches that these weights were trained on."""
+    """The number of minibatches that these weights were trained on."""
     epoch: int
     """The epoch of the last of these minibatches."""
     loss: float
-    """Mean over the samples, or weighted by weight_fn."""
+    """Mean loss over the validation samples, or the mean weighted by weight_fn."""
     metrics: dict[str, float]
     """Metrics by name. Each is the sum over all validation minibatches, divided by the sum of their
     counts.
@@ -77,7 +77,7 @@ class ChannelFigures(NamedTuple):
 
     name: str
     sender: int
-    """The stage that sends."""
+    """The stage that sends the tensors."""
     receiver: int
     transport: str
     """The transport as in RunResult.transports."""
@@ -88,7 +88,7 @@ class ChannelFigures(NamedTuple):
     """Microbatches."""
     chunks: int
     tensor_bytes: int
-    """Bytes of its tensors without a codec."""
+    """Bytes of the channel's tensors before the codec."""
     wire_bytes: int
     """Bytes that went through the socket, headers included."""
     placed_bytes: int
@@ -137,7 +137,7 @@ class RunResult:
     lines, summary() shows all figures."""
 
     losses: list[float]
-    """One per minibatch, in order, unrounded."""
+    """The loss of each minibatch, in order, not rounded."""
     epoch_losses: list[float]
     """Mean loss per sample of each epoch."""
     versions: list[list[tuple[int, int]]]
@@ -252,7 +252,7 @@ class RunResult:
         return self._kept.get()
 
     def keep(self, state: RunState) -> None:
-        """Keeps this as the run's state from now on."""
+        """Keeps `state` as the state in which the run ended."""
         self._kept = KeptState(state)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:

@@ -77,7 +77,7 @@ class StatusBoard:
             self._map = mmap.mmap(file.fileno(), 8 * (num_workers + 2))
         self._minibatches = memoryview(self._map).cast("q")
         self._num_workers = num_workers
-        # Entries after those of the ranks.
+        # These two entries follow the entries of the ranks.
         self._asked, self._stop_at = num_workers, num_workers + 1
         self._path = path
         self._own_losses: _Series | None = None  # at a worker that adds losses

@@ -30,14 +30,14 @@ class SentTransfer(NamedTuple):
     wire_bytes: int
     """Bytes of the item's tensors as they are sent, after the codec."""
     queued_ns: int
-    """When its stage handed it over."""
+    """When the stage handed the item to the channel."""
     started_ns: int
-    """When the receiver had room for it."""
+    """When the receiver had room for the item."""
     copied_ns: int | None
     """When the whole item (encoded, if a codec applies) was in a staging buffer or in the receiver's memory.
     None if the transport read the tensors directly."""
     framed_ns: int
-    """When its first chunk was given to the connection."""
+    """When the item's first chunk was given to the connection."""
     released_ns: int
     """When the connection had accepted the item's last chunk. The operating system may keep the chunk for
     longer.
@@ -45,13 +45,13 @@ class SentTransfer(NamedTuple):
 
 
 class ReceivedTransfer(NamedTuple):
-    """An item as its receiver saw it."""
+    """The times and sizes of an item at its receiver."""
 
     minibatch: int
     microbatch: int
     wire_bytes: int
     arrived_ns: int
-    """When its first chunk was there."""
+    """When the item's first chunk had arrived."""
     complete_ns: int
     """When the item's last chunk had arrived. A copy to the device, or decoding, may follow."""
 

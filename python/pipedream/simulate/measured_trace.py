@@ -31,7 +31,7 @@ class WorkTime(NamedTuple):
     """One work item of a worker."""
 
     kind: str
-    """The meaning of its opcode (`OpcodeTraits`)."""
+    """The kind of work, such as "forward": `OpcodeTraits.meaning` of the item's opcode."""
     minibatch: int
     begin_ms: float
     end_ms: float

@@ -2,9 +2,10 @@
 Torch-free; any thread.
 
 - A stage takes the sum of its layers' times, divided evenly among the microbatches.
-- Crossing a boundary takes a_i / B in each direction, the C_i of the paper's cost model
-  (csrc/planner/partition.h). A boundary carries the tensors of one microbatch at a time in each direction.
-- Each replica of a stage has its own link, over which it pushes and pulls shards of |w| / r bytes.
+- Crossing a boundary takes its bytes divided by the bandwidth, in each direction (C_i in
+  csrc/planner/partition.h). A boundary carries the tensors of one microbatch at a time in each direction.
+- Each of a stage's r replicas has its own link, over which it pushes and pulls shards. A shard has 1 / r of
+  the stage's parameters.
 - Measured links have the bandwidth of their direction, and a latency.
 - Nothing else costs time: the optimizer's step, the runtime's own work and the sharing of cores are ignored.
   A plan of the calibrated cost model has these costs, and they are used (prediction.py).
@@ -95,7 +96,7 @@ class PlanSimulation:
 
     @functools.cached_property
     def _sent_by(self) -> list[list[Transfer]]:
-        """The transfers, by the worker that sends them."""
+        """The transfers that each worker sends."""
         sent: list[list[Transfer]] = [[] for _ in range(self.simulation.num_workers)]
         for transfer in self.simulation.transfers:
             sent[transfer.from_worker].append(transfer)

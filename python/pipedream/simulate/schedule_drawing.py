@@ -364,8 +364,8 @@ def drawn_part(
 
 
 def _drawn_rows(simulation: Simulation) -> list[int]:
-    """Returns the workers to draw: of each stage the first replicas, equally many. If there are too many
-    stages, only the first and the last stages are drawn.
+    """Returns the workers to draw: the first replicas of each stage, up to the same number for all stages. If
+    there are too many stages, only the first and the last stages are drawn.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for worker, row in enumerate(simulation.timeline):

@@ -178,7 +178,7 @@ def _row(row: Sequence[TimedInstruction], labels: StepLabels, columns_per_ms: fl
 def _links(
     simulation: Simulation, labels: StepLabels, columns_per_ms: float, num_columns: int
 ) -> dict[str, str]:
-    """Returns a row for each link whose transfers take time. "a3" is the activation of minibatch 3, "g" a
+    """Returns a row for each link whose transfers take time. "a3" is the activation of minibatch 3, "g3" its
     gradient.
     """
     rows: dict[str, list[str]] = {}

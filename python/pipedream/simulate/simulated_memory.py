@@ -122,7 +122,9 @@ class _StageBytes(NamedTuple):
     input: float
     output: float
     saves_at: str
-    """The stash (`OpcodeTraits`) of the opcode that saves the tensors for the backward."""
+    """The value of `OpcodeTraits.stash` for the opcode after which the tensors for the backward are kept:
+    FORWARD's, or RECOMPUTE's if the stage recomputes.
+    """
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile, index: int, schedule: _core.ScheduleOptions) -> _StageBytes:

@@ -109,7 +109,7 @@ def write_trace(
         document["otherData"] = dict(figures)
     text = json.dumps(document)
     data = text.encode()
-    # mtime=0: the same spans give the same bytes.
+    # With mtime=0 equal spans give equal files.
     target.write_bytes(gzip.compress(data, mtime=0) if target.suffix == ".gz" else data)
 
 
@@ -124,7 +124,8 @@ def _make_events(
         if span.end_ns < span.begin_ns:
             raise ValueError(f"span {span.name!r} of {span.worker_name!r} ends before it begins")
         process_id = process_ids.setdefault(span.worker_name, len(process_ids))
-        # Thread ids are global: some viewers join equal ones of different processes.
+        # Thread ids differ between workers, too, because some viewers join threads of several processes that
+        # have the same id.
         thread_id = thread_ids.setdefault((span.worker_name, span.track), len(thread_ids))
         events.append(
             {

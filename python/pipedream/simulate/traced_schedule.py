@@ -54,7 +54,7 @@ class TraceRequest(NamedTuple):
     schedule: str
     stages: int | None
     plan_file: Path | None
-    """A file, or the replicas of each stage, "2-1"."""
+    """A plan's file, or the replicas of each stage, as in "2-1"."""
     minibatches: int | None
     microbatches: int | None
     workers: int | None
@@ -370,7 +370,7 @@ def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSp
 def describe_bubble(simulation: Simulation) -> str:
     whole, steady = simulation.bubble_share, simulation.steady_bubble_share
     text = f"bubble {100 * whole:.1f} %"
-    # The two are equal if every minibatch drains, because there is no steady state then.
+    # If every minibatch drains, the two shares are equal, and the second figure is left out.
     if steady is not None and not math.isclose(whole, steady, abs_tol=5e-4):
         text += f", {100 * steady:.1f} % in the steady state"
     return text
@@ -460,8 +460,8 @@ def print_programs(programs: Sequence[Sequence[_core.Instruction]], placement: _
 
 
 def parse_programs(text: str) -> list[list[_core.Instruction]]:
-    """Reads the lists in a text. The text names all replicas of a stage with spares. Raises ValueError naming
-    the line.
+    """Reads the lists in a text. A spare's number follows from the largest replica that the text names for
+    its stage. Raises ValueError naming the line.
     """
     from pipedream import _core
 
