@@ -82,7 +82,7 @@ _TABLE = {
 
 
 def _waiting(memory: MemoryPlan, kind: str, from_stage: int, to_stage: int) -> int:
-    """The most items that can wait on the edge."""
+    """Returns the most items that can wait on the edge at once."""
     edges = dict(_core.replay(memory.schedule, 10)["edges"])
     return int(edges[_core.Edge(kind, from_stage, to_stage)])
 
@@ -238,7 +238,7 @@ def _assert_stash_is_what_the_lists_allow(plan: Plan, options: _core.ScheduleOpt
         rank = plan.placement.rank_of(stage)
         footprints, ties = {stage: footprint}, {stage: {}}
         memory = MemoryPlan(plan, rank, options, footprints, [], nothing, ties, nothing, nothing, 0)
-        # One is released a little late.
+        # One gradient more is counted, because a gradient is released late.
         assert memory.terms()[STASH] == _most_held(options, stage, kept, gradient) + gradient, stage
 
 

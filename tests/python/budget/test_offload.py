@@ -387,7 +387,7 @@ def _plan_of(
     input_mib: int = 0,
     channels: Sequence[RunChannel] = (),
 ) -> MemoryPlan:
-    """Rank 0 of two, with one stage."""
+    """Returns the memory plan of rank 0 in a pipeline of two stages."""
     footprint = Footprint(
         input_bytes=input_mib * _MIB,
         stash_bytes=stash_mib * _MIB,
@@ -414,7 +414,7 @@ def _plan_of(
 def _chosen(
     memory: MemoryPlan, limit_mib: int, recompute: Sequence[bool] | None = None
 ) -> tuple[bool, list[str]]:
-    """(recompute, what is offloaded) at stage 0."""
+    """Returns whether stage 0 recomputes, and the names of the parts that it offloads."""
     chosen = choose_savings(memory, recompute, limit_mib * _MIB)
     assert chosen.counted_bytes() <= limit_mib * _MIB
     done = Offload(chosen.offloads_versions(0), chosen.offloads_activations(0))
@@ -491,7 +491,7 @@ def test_terms_name_what_lies_where() -> None:
 
 
 def _channel(name: str, tensor: tuple[str, int, int], *, on_device: bool, codec: str = "none") -> RunChannel:
-    """From rank 1 to rank 0, with two slots."""
+    """Returns a channel from rank 1 to rank 0, with two slots."""
     return RunChannel(
         name=name,
         channel_id=0,

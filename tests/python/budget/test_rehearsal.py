@@ -84,7 +84,7 @@ def _footprints(*layers: nn.Module, num_stages: int, **options: Any) -> list[Foo
 
 
 def _assert_about(measured: int, known: int) -> None:
-    """Small tensors, the values that flow, come on top."""
+    """Asserts that these are the known bytes, and at most 256 more for small tensors."""
     assert known <= measured <= known + 256
 
 
@@ -198,7 +198,7 @@ def test_a_backward_or_loss_that_fails_is_left_to_the_first_minibatch() -> None:
     _footprints(_KnownLayer(), _KnownLayer(), num_stages=2, loss_fn=_fail)
 
 
-# Where it runs.
+# The device on which a rehearsal runs.
 
 
 class _NotesItsDevice(nn.Module):

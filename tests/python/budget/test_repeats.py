@@ -19,7 +19,7 @@ from torch import nn
 
 
 class _Remembering(nn.Module):
-    """Adds what the forward before has given."""
+    """Adds the mean of its previous output."""
 
     def __init__(self, in_buffer: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Drawing(nn.Module):
 
 
 class _Counting(nn.Module):
-    """Counts its forwards, and computes nothing from that."""
+    """Counts its forwards, but its output does not depend on the count."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""resident_versions.py: weight versions that take turns on the device."""
+"""Tests resident_versions.py: weight versions that take turns on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""run(codec=...) chooses a codec for each boundary."""
+"""Tests that run(codec=...) chooses a codec for each boundary."""
 
 from __future__ import annotations
 

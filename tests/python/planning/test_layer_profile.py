@@ -1,4 +1,4 @@
-"""Profile and its file form, pipedream.profile/1."""
+"""Tests Profile and its file form, pipedream.profile/1."""
 
 from __future__ import annotations
 

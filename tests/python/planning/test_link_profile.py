@@ -38,7 +38,7 @@ def two_machines(inside: float, between: float) -> LinkProfile:
 
 
 def make_profile(*layers: tuple[float, int, int]) -> Profile:
-    """Layers as (milliseconds, activation bytes, parameter bytes)."""
+    """Returns layers from rows of (milliseconds, activation bytes, parameter bytes)."""
     return Profile(tuple(LayerProfile(f"layer{i}", ms, 0, a, w) for i, (ms, a, w) in enumerate(layers)))
 
 

@@ -1,4 +1,4 @@
-"""partition() against brute force and against the published optima."""
+"""Tests partition() against brute force and against the published optima."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_profile(*layers: tuple[float, int, int], batch_size: int | None = None)
 
 
 def bottleneck_ms(profile: Profile, stages: tuple[Stage, ...], bytes_per_s: float) -> Fraction:
-    """The cost model of csrc/planner/partition.h, in exact arithmetic."""
+    """Returns the bottleneck by the cost model of csrc/planner/partition.h, in exact arithmetic."""
     times: list[Fraction] = []
     for stage_index, stage in enumerate(stages):
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]

@@ -1,4 +1,4 @@
-"""Plan and its file form, pipedream.plan/1."""
+"""Tests Plan and its file form, pipedream.plan/1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipedream.planning.plan import Plan, Stage, stage_counts
 
 
 def make_fields(*stages: tuple[int, int, int]) -> dict[str, Any]:
-    """The least that a person writes by hand."""
+    """Returns the fields that a plan's file must have."""
     return {
         "format": "pipedream.plan/1",
         "stages": [
@@ -325,7 +325,7 @@ def test_straight_plan_for_fewer_workers_deals_the_stages_out_in_turn() -> None:
         (4, 5, 0),
         (6, 6, 1),
     ]
-    # As many workers as stages: nothing to say.
+    # With as many workers as stages, the plan need not name workers.
     assert Plan.straight(7, 4, num_workers=4) == Plan.straight(7, 4)
     for num_workers in (0, 5):
         with pytest.raises(ValueError, match=f"num_workers is {num_workers}, but there are 4 stages: give 1"):

@@ -30,7 +30,7 @@ _COSTS_NOTHING = FREE.positions["only"]
 
 
 def _runtime(**changes: Any) -> RuntimeCosts:
-    """A runtime that costs nothing, but for the changes."""
+    """Returns costs of a runtime that takes no time, with these fields changed."""
     return replace(FREE, **({"cut_bytes": 1000, "num_cores": 2} | changes))
 
 

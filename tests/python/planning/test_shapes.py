@@ -1,4 +1,4 @@
-"""The largest shapes of a minibatch's entries, by name."""
+"""Tests shapes: the largest sizes of a minibatch's entries, by name."""
 
 from __future__ import annotations
 

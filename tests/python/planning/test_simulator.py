@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 
 def programs_of(rows: Sequence[Sequence[Step]]) -> Programs:
-    """One list per worker."""
+    """Returns one list of instructions per worker."""
     lines = [line for worker, row in enumerate(rows) for line in (f"worker {worker}", *map(str, row))]
     return _core.parse_programs("\n".join(lines))
 

@@ -113,7 +113,7 @@ def test_spares_are_planned_where_the_exchange_is_slowest() -> None:
     plan = partition(profile, 3, _BYTES_PER_S, replicas=[3], spare_workers=2)
     assert plan.stages == (Stage(0, 0, 3, num_spare_shards=2),)
     assert (plan.num_workers, plan.workers_used) == (3, 5)
-    # Both directions, as in the paper's formula.
+    # The paper's formula adds both directions, so a round counts twice.
     assert plan.bottleneck_ms == pytest.approx(2 * round_ms(40_000_000, 3, 2, _BYTES_PER_S) / 3)
     assert plan.predicted["spare_shards"]["without_ms"] == straight.bottleneck_ms
     assert plan.predicted["samples_per_s"] == pytest.approx(8e3 / plan.bottleneck_ms)
@@ -133,7 +133,7 @@ def test_stages_that_are_as_slow_as_each_other_get_spares_together(
     how: dict[str, Any] = {"replicas": [3, 3], "boundaries": [0], "spare_workers": spare_workers}
     plan = partition(_profile(3.0, 40_000_000, 40_000_000), 6, _BYTES_PER_S, **how)
     assert tuple(stage.num_spare_shards for stage in plan.stages) == used
-    # Both directions, as in the paper's formula.
+    # The paper's formula adds both directions, so a round counts twice.
     assert plan.bottleneck_ms == pytest.approx(2 * round_ms(40_000_000, 3, used[0], _BYTES_PER_S) / 3)
     too_few = "other stages are as slow, and there are too few spare workers for all"
     assert plan.predicted["spare_shards"]["why"] == ("" if used[0] else too_few)

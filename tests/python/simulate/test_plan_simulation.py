@@ -231,7 +231,7 @@ def test_a_replicas_slowest_measured_link_is_that_of_its_shard(tmp_path: Path) -
     # bytes.
     simulated = simulate_plan(path, profile, schedule="data_parallel", links=_links(2, from_1_0=5e5))
     assert simulated.ms_per_minibatch == pytest.approx((3.0 + 5.0 + 5.0) / 2)
-    # A push and a pull are each late.
+    # The push and the pull each take 0.5 ms longer.
     late = simulate_plan(path, profile, schedule="data_parallel", links=_links(2, 500.0, from_1_0=5e5))
     assert late.ms_per_minibatch == pytest.approx((3.0 + 5.5 + 5.5) / 2)
 

@@ -48,7 +48,7 @@ class Box(NamedTuple):
 
 
 def boxes_of(path: Path) -> list[Box]:
-    """The filled rectangles of an SVG, hatched ones too."""
+    """Returns the filled and the hatched rectangles of an SVG."""
     corners = r'<path d="M (\S+) (\S+) \nL (\S+) (\S+) \nL .*?\nL .*?\nz\n"'
     pattern = corners + r' (?:clip-path="\S+" )?style="fill: (#\w+|url)'
     return [

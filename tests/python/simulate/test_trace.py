@@ -1,4 +1,4 @@
-"""Chrome traces of spans."""
+"""Tests the writing of spans as Chrome traces."""
 
 from __future__ import annotations
 
