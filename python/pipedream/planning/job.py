@@ -81,7 +81,7 @@ class Job:
     max_grad_norm: float | None = None
     is_float16: bool = False
     exchanges_norms_of_stages: bool = False
-    """Whether an update waits for the gradients of other stages, for max_grad_norm or float16."""
+    """Whether an update waits for the norms of other stages' gradients, for max_grad_norm or float16."""
     ties: Sequence[tuple[int, int]] = ()
     """Pairs of stages that share parameters: the stage that owns them, and a stage that also uses them."""
     float32_masters: str | None = None

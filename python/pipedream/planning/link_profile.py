@@ -49,7 +49,7 @@ class MeasuredLink:
     unknown.
     """
     latency_error: float | None = None
-    """The interval of the mean latency, in the same form; None: unknown."""
+    """Half the width of the 95 % confidence interval of the latency, as a share of it. None: unknown."""
     transport: str | None = None
     """The transport that carried the tensors, by the core's name."""
 

@@ -144,8 +144,8 @@ def simulate_programs(
     """Simulates the workers' lists with the costs in the plan. The plan must be of the calibrated cost model.
 
     spreads: whether the times of single items vary about their mean. sync_shares: for each stage, the bytes
-    that a replica pushes to one other replica and pulls from it, as shares of a shard; None: one shard each
-    way.
+    that a replica pushes to one other replica and pulls from it, as shares of a shard; None: the bytes that
+    the costs assume.
     """
     timing = _timing_of(plan, schedule, spreads=spreads, sync_shares=sync_shares)
     return simulate(

@@ -5,9 +5,9 @@ the machine that trains.
     update                    fixed + per byte of parameters (+ a copy, + what replicas exchange)
 
 m is the number of microbatches. `share` is the part of a pass over the whole minibatch that each microbatch
-repeats. It is larger for the first microbatch of a minibatch, which meets a new version and no gradients.
-Times that were measured for some m override this line (item_cost.py). Items vary about their mean (Spread)
-and take longer after a wait (Waking); both are in item_cost.py.
+repeats. It has another value for the first microbatch of a minibatch, which meets a new version and no
+gradients. Times that were measured for some m override this line (item_cost.py). Items vary about their mean
+(Spread) and take longer after a wait (Waking); both are in item_cost.py.
 
 `pipedream.calibrate` measures these figures by short runs. A profile's file stores them as `runtime`. Values
 that never change once built; any thread; needs no torch.

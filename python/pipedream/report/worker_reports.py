@@ -124,8 +124,8 @@ def _evaluations_of(
 
 
 def _by_minibatch(versions: list[list[int]], num_microbatches: int) -> list[list[tuple[int, int]]]:
-    """Groups versions by minibatch. versions: for each microbatch of the run, the versions that its forward and
-    its backward read.
+    """Groups versions by minibatch. versions: pairs of the versions that the forward and the backward of each
+    microbatch read.
     """
     pairs = [(forward, backward) for forward, backward in versions]
     return [pairs[first : first + num_microbatches] for first in range(0, len(pairs), num_microbatches)]

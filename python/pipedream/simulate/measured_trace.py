@@ -1,9 +1,9 @@
 """Compares a run's trace with the simulation of its plan. It lists the differences between simulated and
 measured times, the largest first.
 
-Both are measured in the same way: for each worker, the milliseconds per minibatch of forwards, recomputes,
-backwards, updates, evaluations and idling. Only the middle half of the worker's minibatches counts. Pure
-except for the file; any thread; needs no torch.
+Both times are milliseconds per minibatch, for each worker, of forwards, recomputes, backwards, updates,
+evaluations and idling. Only the middle half of the worker's minibatches counts. Pure except for the file; any
+thread; needs no torch.
 """
 
 from __future__ import annotations

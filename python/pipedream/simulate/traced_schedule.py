@@ -94,8 +94,8 @@ class TracedSchedule(NamedTuple):
         return title
 
     def balanced(self, times: StageTimes) -> list[StageTimes]:
-        """Returns each stage's times, multiplied by its number of replicas: the forwards and backwards of a
-        stage with 2 replicas take twice as long.
+        """Returns each stage's times for a balanced pipeline. A stage with r replicas gets r times as long
+        forwards and backwards.
         """
         return [
             replace(times, forward_ms=replicas * times.forward_ms, backward_ms=replicas * times.backward_ms)
