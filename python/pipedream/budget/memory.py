@@ -312,11 +312,12 @@ def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
 
 
 def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Returns how many microbatches of one replica of this stage may be in flight upstream at once.
+    """Returns how many microbatches of one replica of this stage may be in flight upstream at once, over all
+    replicas upstream.
 
-    They are counted over all replicas upstream. There are two bounds: the microbatches that the links from
-    these replicas may have in flight, and the rounds (_num_within_rounds()). The result holds for every order
-    of work, even if a link is slow for gradients alone. stage: not the first.
+    The result is the smaller of two bounds: the microbatches that the links from these replicas may have in
+    flight, and _num_within_rounds(). It holds for every order of work, even if a link is slow for gradients
+    and fast for activations. stage: not the first.
     """
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
     stride = math.lcm(upstream, here)
@@ -325,7 +326,7 @@ def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
 
 
 def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Returns the bound that follows from the versions that replicas upstream read.
+    """Returns a bound on the microbatches in flight, from the versions that replicas upstream read.
 
     A version contains the gradients of all rounds before it, from every replica. So microbatches of those
     rounds are no longer in flight.

@@ -356,8 +356,8 @@ def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tupl
 
 
 def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts, num_microbatches: int = 1) -> float:
-    """Returns the time that a layer adds to its stage's forward, backward and update. The search uses it
-    because it needs costs that can be summed over layers.
+    """Returns the time that a layer adds to its stage's forward, backward and update. Formulas use these
+    times, because they need costs that can be summed over layers.
     """
     if runtime is FREE:
         return layer.compute_ms_with(num_microbatches)
@@ -388,8 +388,8 @@ def costs_of(plan: Plan, *, drains: bool = False) -> list[StageCosts] | None:
 
 
 def costed_for(plan: Plan, *, drains: bool) -> Plan:
-    """Returns a calibrated plan that has costs of one kind only: for schedules that drain, or for schedules
-    that do not.
+    """Returns a calibrated plan with one kind of costs only: those for schedules that drain if `drains` is
+    True, else those for other schedules.
     """
     predicted = dict(plan.predicted)
     drained = predicted.pop("drained_costs", None)

@@ -1,5 +1,5 @@
-"""Stores figures of minibatch 0 in the folder of the run. Local workers write them, and the caller compares
-them.
+"""Stores figures of minibatch 0 in the folder of the run. Local workers write them. The caller compares them
+with the figures that it computes itself (launch/first_loss.py).
 
     first-data.json          the fingerprint of the minibatch, written by the last stage
     first-gradients-S.json   the norm of stage S's gradients, if PIPEDREAM_CHECK=1 asks for it

@@ -198,10 +198,11 @@ class RunResult:
     """Per worker: its stages and rank."""
     drained_at: list[int] = field(default_factory=list)
     """Minibatches before which the run paused, because a minibatch was larger than planned. In a pause all
-    workers finish their work, plan their memory again and start again. The next minibatch reads the newest
-    version, as the first minibatch of a run does. Given this list, pipedream.reference computes the same
-    numbers. `memory` has, per term, the largest figure of all plans. No figure includes the time of the
-    pauses."""
+    workers finish their work and plan their memory again. The next minibatch reads the newest version, as the
+    first minibatch of a run does. `memory` has the largest figure that any of the memory plans has for a
+    term. No figure includes the time of the pauses. Given this list, pipedream.reference computes the same
+    numbers.
+    """
     stopped_at: int | None = None
     """How many minibatches were trained on, if Ctrl-C or a callback stopped the run. All stages ended with
     the version after so many minibatches. None if the run ended with its data."""

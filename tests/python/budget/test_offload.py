@@ -442,7 +442,7 @@ def test_recompute_is_tried_first_then_versions_then_activations() -> None:
 def test_a_given_recompute_is_not_changed() -> None:
     memory = _plan_of("cuda", **_LARGE)
     assert _chosen(memory, 185, [False, False]) == (False, ["versions"])
-    # 30 + 6 x 2 + 18 + 18 + 6 MiB
+    # In MiB: versions 30, six stashes of 2, two microbatches' activations of 18, and inputs 6.
     assert _chosen(memory, 155, [False, False]) == (False, ["versions", "activations"])
     assert _chosen(memory, 84, [False, False]) == (False, ["versions", "activations"])
     with pytest.raises(
