@@ -389,8 +389,9 @@ class _StageRehearsal:
         return gives_the_same_again(self._stage, self._device, run)
 
     def factor_rows(self) -> dict[str, int]:
-        """Runs a forward and a backward without the meter, and returns the rows of each factorable weight.
-        Empty if the two fail."""
+        """Runs a forward and a backward without the meter. Returns the number of factor rows of each
+        factorable weight; empty if the forward or the backward fails.
+        """
         named = self._stage.trainable_parameters()
         rows: dict[str, int] = {}
 
@@ -413,8 +414,8 @@ class _StageRehearsal:
 
     def _backward(self) -> None:
         roots = [root for root in self._roots if root.requires_grad]
-        # In training, received gradients lie in the pool. So here they are made before the meter is on. The
-        # backward of a loss starts with a gradient that torch makes.
+        # In training, received gradients lie in the pool. So here they are replaced by tensors that are made
+        # before the meter is on. The backward of a loss starts with a gradient that torch makes.
         seeds = [] if self._is_last else [torch.ones_like(root) for root in roots]
         self._roots = []
         self.output = None

@@ -29,8 +29,8 @@ def num_resident_versions(num_versions: int) -> int:
 
 
 class ResidentVersions:
-    """The versions of a stage that lie in device memory. Each version also has a home in host memory. It is
-    copied there as soon as it is written. So a device slot may be overwritten at any time when another
+    """The versions of a stage that lie in device memory. Each version also has a home in host memory, and
+    is copied there as soon as it is written. So a device slot may be overwritten at any time when another
     version needs it.
 
     A version's number here is the number of its slot in the core. A device slot has a position.
@@ -106,7 +106,7 @@ class ResidentVersions:
 
     def written(self, version: int) -> None:
         self._newest = version
-        # A backward has read the former content of the home, so the copy from there is done.
+        # The home may be overwritten: a backward has read its former content, so no copy still reads it.
         self._gone_out[version] = self._copies.out(self.device_slot(version), self._homes[version])
 
     def poison(self, version: int) -> None:

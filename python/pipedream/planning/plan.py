@@ -473,7 +473,7 @@ def _in_flight_from_dict(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _check_noam(fields: Mapping[str, Any], plan: Plan) -> None:
-    # A noam that was computed for other stages would mislead readers of the file.
+    # A noam of other stages is an error, because it would mislead readers of the file.
     noam = _given(fields, "noam", plan.noam)
     if noam != plan.noam or isinstance(noam, bool):
         raise ValueError(

@@ -9,7 +9,7 @@ forward, backward or update has been launched:
     device      | F     copy | B                   | ...
 
 on_nonfinite="stop" still works. A loss is read before the gradients of its backward are sent or used in an
-update. So when the run stops, no weight anywhere has changed because of its minibatch or a later one. Owned
+update. So when the run stops, neither that loss's minibatch nor a later one has changed any weight. Owned
 by the worker's compute thread.
 """
 
