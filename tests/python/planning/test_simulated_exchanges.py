@@ -56,8 +56,8 @@ def test_an_update_that_waits_for_all_gradients_hides_nothing() -> None:
 
 
 def test_a_shard_s_version_waits_for_its_last_chunk() -> None:
-    """The link is so fast that chunks wait for their updates, which follow one another. The last update ends
-    the pull.
+    """Chunks arrive faster than they are updated, so the updates follow one another. The pull ends when the
+    last chunk has been updated and sent.
     """
     times = StageTimes(1.0, 2.0, 4.0, shard_ms=0.5, num_chunks=4)
     simulation = _simulated(_REPLICATED, times, 2)
