@@ -76,7 +76,7 @@ def parse_codec_text(text: str) -> str | dict[str, str]:
 
 
 def check_pairs(choice: CodecChoice, num_stages: int) -> None:
-    """Raises ValueError for a pair of stages that are not neighbours."""
+    """Raises ValueError for a pair that is not two neighbouring stages of the plan."""
     for where in choice:
         if where in (*DIRECTIONS, PUSHES):
             continue

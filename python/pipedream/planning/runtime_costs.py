@@ -113,7 +113,7 @@ class RuntimeCosts:
     """
     num_cores: int
     """Cores of a machine. Workers on one machine slow each other. If num_cores or more compute at once, each
-    one is alone_speed times slower than alone.
+    one takes alone_speed times as long as alone.
     """
     alone_speed: float
     """The speed of a worker while the other workers of its machine wait, divided by its speed while num_cores

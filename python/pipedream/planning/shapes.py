@@ -62,7 +62,7 @@ def shapes_of(batch: Any) -> Shapes:
 
 def shapes_of_parts(inputs: Any, targets: Any) -> Shapes:
     """Returns the shapes of a minibatch that is already split into inputs and targets. If both are the same
-    object, shapes have the names of its entries, without "inputs" and "targets".
+    object, returns shapes_of() of this object.
     """
     if isinstance(inputs, Microbatches):
         return functools.reduce(larger_of, map(shapes_of_parts, inputs, targets))

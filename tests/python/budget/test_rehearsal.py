@@ -253,7 +253,7 @@ class _MakesIndices(nn.Module):
 
 
 def test_a_stage_is_given_what_the_stage_before_made() -> None:
-    # The second stage refuses other indices and shares than those that the first stage computes.
+    # The second stage fails with made-up indices or shares, so it must get those of the first stage.
     stages = split(nn.Sequential(_MakesIndices(), _ReadsItsIndices(), nn.Identity()), Plan.straight(3, 3))
     boundaries, _ = rehearse(stages, torch.randn(3, 1, requires_grad=True), torch.zeros(4, 1), F.mse_loss)
     assert [spec.dtype for spec in boundaries[0].tensors] == [torch.float32, torch.int64, torch.float32]
