@@ -6,16 +6,16 @@ back, as an answer.
     SEND push    its gradient, chunk by chunk ---> each chunk: the optimizer's step of this gradient alone
     UPDATE       the same for its own shard        |
     RECV pull    its version j + 1 <-------------- SEND pull: the chunk as it is now, and how many gradients
-                                                   are in it: its own j + 1, and those of others so far
+                                                   it has: j + 1 of replica q, and those of others so far
 
 No replica waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam,
 OSDI'14). A gradient is the weighted mean over a replica's microbatches of a round. It is not divided by r: r
 replicas make r updates, each with the full learning rate. A replica receives its answer before it pushes
 again, so the owner of a shard needs memory for one answer per replica.
 
-    master     memory of its own: one version, which forwards do not read while it changes
-    answers    one for each other replica, until it has left
-    slots      the versions that forwards read, as with other shards
+    master     the shard as it is now, in memory that forwards do not read
+    answers    one copy of the shard for each other replica, until it has been sent
+    slots      the versions that forwards read, as with shards that are not asynchronous
 
 There are two threads. The worker's compute thread pushes, makes the replica's own updates and pulls. The
 other thread serves the other replicas, whatever the compute thread does. A lock guards the master, the
@@ -53,7 +53,7 @@ _NUM_MEASURED_MAX = 8  # updates for others; the first ones make the optimizer's
 
 
 class AsynchronousServer(ShardClient):
-    """A replica's shard and its exchange with the others."""
+    """Owns one replica's shard, and exchanges gradients and shards with the other replicas."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class AsynchronousServer(ShardClient):
         self._master = _chunks_in(master, own_chunks)
         self._answers = {other: _chunks_in(memory, own_chunks) for other, memory in answers.items()}
         self._own: deque[list[Tensor | None]] = deque()
-        """The replica's gradients of the rounds that it has pushed and not used itself, by parameter."""
+        """This replica's gradients of rounds that it has pushed, but not yet used for its own shard. Each
+        list is by parameter."""
         self._own_round: tuple[int, list[Tensor | None]] | None = None
         """The round and the gradients of the next update that this replica makes with its own gradients."""
         first = self._newest = self._rounds.first_version
@@ -89,7 +90,7 @@ class AsynchronousServer(ShardClient):
         """The other replicas that may still push. The replica that was served last is at the end of the
         list."""
         self._arrived: dict[int, list[list[Tensor]]] = {other: [] for other in self._others}
-        """By replica: chunks already received of the part that this replica is pushing."""
+        """By other replica: the chunks received so far of the part that the other replica is pushing."""
         self._next_part = dict.fromkeys(self._others, 0)
         self._failure: BaseException | None = None
         self._is_over = False
@@ -110,7 +111,7 @@ class AsynchronousServer(ShardClient):
         )
 
     def _pieces_of_master(self, layout: ShardLayout) -> list[Tensor]:
-        """The master's pieces, in the optimizer's order."""
+        """Returns views of the master's pieces, in the optimizer's order."""
         places = {
             id(piece): (place, piece)
             for place, chunk in zip(self._master, self._own_chunks, strict=True)
@@ -217,13 +218,13 @@ class AsynchronousServer(ShardClient):
 
     def record(self) -> dict[str, Any]:
         """Returns, after the run, the shard's updates and the versions that this replica has read. "parts"
-        and "order" are as in report.result.UpdateOrder. "contained" has the fewest and the most gradients in
-        a part, for each of the replica's versions from the first on."""
+        and "order" are as in report.result.UpdateOrder. "contained" has a pair for each of
+        the replica's versions: the fewest gradients that a part contains, and the most."""
         parts = [
             [(self._names[piece.parameter], piece.first, piece.count) for piece in part.pieces]
             for part in self._parts
         ]
-        # A stage that trains nothing has no parts, and so no counts.
+        # A stage that trains nothing has no parts. So nothing is counted, and the version's number is given.
         versions = range(self._rounds.first_version, self._newest + 1)
         for version, counts in self._exchange.contained().items():
             self._note_contained(version, counts)

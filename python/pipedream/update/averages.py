@@ -1,8 +1,8 @@
-"""Exponential moving averages of a stage's weights. The stage's updates keep them (callbacks.EMA).
+"""Keeps exponential moving averages of a stage's weights, for callbacks.EMA.
 
     UPDATE v          the optimizer makes version v + 1, chunk by chunk
                       average = decay x average + (1 - decay) x version v + 1
-    RECV version      the same for a parameter that another stage updates and this one uses, when it comes
+    RECV version      the same formula, for a parameter that this stage uses and another stage updates
 
 The weights after the first update are the first average, as in torch.optim.swa_utils.AveragedModel. Averages
 lie in a slot of the pool while a segment of the run lasts. A replica with a shard averages its own pieces.
@@ -30,8 +30,8 @@ _OWN = (-1, 0)
 
 
 class Averages:
-    """Averages of the parameters that a stage updates, and of the parameters that other stages update and
-    this one uses. Both may be pieces of parameters."""
+    """The averages of the parameters that a stage updates, and of tied parameters that it uses and another
+    stage updates. Pieces of parameters are allowed in place of parameters."""
 
     def __init__(
         self, decay: float, updated: NamedParameters, used: Mapping[int, NamedParameters] | None = None
@@ -46,13 +46,13 @@ class Averages:
         for owner, named in (used or {}).items():
             self._begin_of[owner] = len(self._named)
             self._named += named
-        # Until they have a place the averages are the parameters themselves.
+        # Before place() is called, the averages are the parameters themselves.
         self._tensors = [parameter.detach() for _, parameter in self._named]
         self._counts: dict[tuple[int, int], int] = {}
         """How many versions were averaged in this run, by the (owner stage, replica) that makes the
         versions."""
         self._count_before = 0
-        """How many versions the run had averaged that this run continues."""
+        """The number of versions averaged in the earlier run, if this run continues one."""
         self._is_mixed = any(master_dtype(p.dtype) != p.dtype for _, p in self._named)
 
     @property
@@ -120,9 +120,9 @@ class Averages:
         return self._counts.get(_OWN, 0) + self._count_before
 
     def go_on(self, values: Mapping[str, Tensor], count: int) -> None:
-        """Continues from averages over `count` versions. values: the averages by parameter name; for a piece,
-        by the name of the whole parameter. If a value is missing, the averages start again with the next
-        version."""
+        """Continues from averages over `count` versions. values: the averages by name. A piece is found by
+        its own name or by that of the whole parameter. If a value is missing, the averages start again with
+        the next version."""
         found = [value for name, _ in self._named if (value := _value_of(name, values)) is not None]
         if count > 0 and len(found) == len(self._named):
             self._tensors = found

@@ -1,18 +1,18 @@
-"""Sufficient factors. The gradient of a fully connected layer's weight is the product of two matrices, its
-factors. If the factors are smaller than the gradient, replicas send each other the factors. Each replica
-then makes the mean gradient, and the next version, for itself.
+"""Replicas may send each other factors in place of gradients. The gradient of a fully connected layer's
+weight is the product of two matrices, its factors. If the factors are smaller than the gradient, replicas
+send each other the factors. Each replica then computes the mean gradient, and the next version of the weight,
+for itself.
 
-    dense, per round and replica     2 (r - 1) / r  M N       gradients to the shards, and versions from them
-    factors                          (r - 1)  K (M + N)       of K rows each, to each of the others
+With r replicas, a weight of M x N, and factors of K rows, a replica sends so many numbers in a round:
 
-There are r replicas, the weight is M x N, and a replica's factors have K rows. So factors are fewer bytes if
-K r (M + N) < 2 M N (Zhang et al., Poseidon, ATC 2017, section 4.2). The rule is in planning/factor_rule.py.
-The mean is one product: the factors of all members of the round are stacked, in the order of the replicas.
-Each replica multiplies the same values by the same call, and so gets the same bits. A trial before the run
-shows whether replicas multiply alike. Owned by the worker's compute thread.
+    as a gradient     2 (r - 1) / r  M N     gradients to the owners of shards, and its shard's new version
+    as factors        (r - 1)  K (M + N)     its factors to each other replica
 
-FactorExchange sends one item with the factors of all such weights before the chunks of a round. No version
-of these weights is sent, because all replicas make the same one.
+So factors are fewer bytes if K r (M + N) < 2 M N (Zhang et al., Poseidon, ATC 2017, section 4.2). The rule is
+in planning/factor_rule.py. Each replica stacks all replicas' factors of the round, in the order of the
+replicas, and multiplies them by one call. So all replicas get the same mean, bit for bit. A trial before the
+run shows whether replicas multiply alike. No version of these weights is sent, because all replicas make the
+same one. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ class FactorLayer:
 
 
 def are_smaller(layer: FactorLayer, num_replicas: int, pushed_bytes: int | None = None) -> bool:
-    """Whether a layer's factors are fewer bytes than its gradient. pushed_bytes: bytes of the gradient as the
-    codec would push it; None: without a codec."""
+    """Whether a layer's factors are fewer bytes than its gradient. pushed_bytes: bytes of the gradient after
+    the codec of pushes; None without a codec."""
     return factor_rule.are_smaller(layer.factor_bytes, layer.weight_bytes, num_replicas, pushed_bytes)
 
 
 class RoundFactors:
-    """The factors that one replica's backwards leave in a round."""
+    """Collects the factors that one replica's backwards compute in a round."""
 
     def __init__(self, layers: Sequence[FactorLayer]) -> None:
         self._layers = layers
         self._uses: dict[str, list[Factors]] = {layer.name: [] for layer in layers}
 
     def add(self, name: str, gradients: Tensor, inputs: Tensor) -> None:
-        """Adds factors as FactoredLayers gives them."""
+        """Copies and stores the factors of one use of the weight. FactoredLayers calls it in a backward."""
         self._uses[name].append(Factors(_copy(gradients), _copy(inputs)))
 
     @property
@@ -84,8 +84,8 @@ class RoundFactors:
         return sum(factor.nbytes for uses in self._uses.values() for factors in uses for factor in factors)
 
     def take(self) -> list[Factors | None]:
-        """Returns the round's factors by layer; None for a weight that no backward used. Raises ValueError
-        for more rows than are planned for."""
+        """Returns the round's factors in the order of the layers, and forgets them. The entry of a weight
+        that no backward used is None. Raises ValueError if a weight has more rows than num_rows_max."""
         taken: list[Factors | None] = []
         for layer in self._layers:
             uses, self._uses[layer.name] = self._uses[layer.name], []
@@ -103,8 +103,8 @@ class RoundFactors:
 def item_of(
     layers: Sequence[FactorLayer], factors: Sequence[Factors | None], device: torch.device
 ) -> list[Tensor]:
-    """Returns the tensors to send: flags that say which layers have factors, then the gradient factor and the
-    input factor of each such layer."""
+    """Returns the tensors to send: flags that say which layers have factors, then the two factors of every
+    layer. The factors of a layer that has none are empty tensors."""
     has_any = [of_layer is not None for of_layer in factors]
     tensors = [torch.tensor(has_any, device=device).to(torch.uint8)]
     for layer, of_layer in zip(layers, factors, strict=True):
@@ -113,22 +113,24 @@ def item_of(
 
 
 def factors_of(tensors: Sequence[Tensor]) -> list[Factors | None]:
-    """The factors in an item, by layer."""
+    """Returns the factors in an item of item_of(), in the order of the layers; None for a layer that has
+    none."""
     has_any, *rest = tensors
     pairs = zip(rest[::2], rest[1::2], strict=True)
     return [Factors(*pair) if has else None for has, pair in zip(has_any.tolist(), pairs, strict=True)]
 
 
 def mean_product(factors: Mapping[int, Factors], num_members: int) -> Tensor:
-    """Returns the mean gradient of a weight over a round. factors: by replica; at least one replica has
-    factors. num_members: how many minibatches the round has."""
+    """Returns the mean gradient of a weight over a round. factors: of each replica that has factors, at least
+    one. num_members: the number of minibatches in the round."""
     gradients, inputs = _stacked([factors[replica] for replica in sorted(factors)])
     return torch.mm(gradients.div_(num_members).t(), inputs)
 
 
 def _stacked(factors: Sequence[Factors]) -> Factors:
-    """Copies the factors into one new tensor. Torch aligns the new memory equally at all replicas. Otherwise
-    the order of additions, and so the result's bits, might differ."""
+    """Stacks the rows of all factors in two new tensors, even if there is only one pair of factors. Torch
+    aligns new memory equally at all replicas. With another alignment a product might be added up in another
+    order, and so have other bits."""
     gradients, inputs = zip(*factors, strict=True)
     return Factors(torch.cat(gradients), torch.cat(inputs))
 
@@ -156,8 +158,8 @@ class FactorExchange:
         device: torch.device,
     ) -> None:
         """weights: in the order of the stage's parameters.
-        layers: the layers that have a weight, by its name. They leave factors inside running().
-        channels_to, channels_from: by the other replica."""
+        layers: for each weight's name, the layers that use the weight. Inside running() they compute factors.
+        channels_to, channels_from: the channels' names, by the index of the other replica."""
         self._weights = weights
         self._index_of = {weight.parameter: index for index, weight in enumerate(weights)}
         self.channels_to = channels_to
@@ -170,8 +172,7 @@ class FactorExchange:
         self.around_backward = self._layers.backward
         self._pushed: list[Factors | None] | None = None  # factors of the round that is being pushed
         self._of_rounds: dict[int, dict[int, list[Factors | None]]] = {}
-        """The factors of each weight, by round and replica. They are dropped after the update of the
-        round."""
+        """The factors of each weight, by round and replica, until the update of the round."""
 
     @property
     def parameters(self) -> list[int]:
@@ -188,7 +189,7 @@ class FactorExchange:
         return self._index_of[parameter] % self._num_replicas == self._replica
 
     def begin_push(self) -> list[Tensor]:
-        """Returns the tensors that push this replica's factors of a round."""
+        """Takes this replica's factors of a round, and returns the tensors to push."""
         self._pushed = self._left.take()
         return item_of(self._weights, self._pushed, self._device)
 
@@ -198,7 +199,7 @@ class FactorExchange:
         return self._pushed is not None
 
     def end_push(self, round_index: int) -> None:
-        """Ends the push of a round, and keeps this replica's factors of it."""
+        """Ends the push of a round. This replica's own factors are kept, because the mean needs them too."""
         assert self._pushed is not None
         self._of_rounds.setdefault(round_index, {})[self._replica] = self._pushed
         self._pushed = None

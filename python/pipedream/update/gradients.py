@@ -1,5 +1,5 @@
-"""The gradients of a stage, from the last backward of a minibatch to the next weight version. They are
-collected, measured, and clipped or unscaled. Then the optimizer uses them, unless they overflowed.
+"""Handles the gradients of a stage from the last backward of a minibatch to the next weight version. They
+are collected, measured, and clipped or unscaled. Then the optimizer uses them, unless they overflowed.
 
 If the schedule drains every minibatch, a norm is taken over all stages. Otherwise it is taken per stage,
 because a wider norm would make stages wait for each other. The norm is taken of the mean gradient over a
@@ -171,7 +171,7 @@ class StageGradients:
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
         """Ends the run or a segment of it, after all updates. newest_slot: the slot of the last version.
-        is_over: whether it is the run that ends."""
+        is_over: whether the whole run ends, not only a segment."""
 
     def take_overflow(self) -> bool:
         """Whether an update was skipped since the last call."""

@@ -1,18 +1,18 @@
-"""The scale of a float16 loss. The last stage scales the loss, and chooses the scale by the overflows that
-stages have reported. Owned by the worker's compute thread.
+"""Chooses the scale of a float16 loss. The last stage multiplies the loss by the scale, and chooses the scale
+by the overflows that stages have reported. Owned by the worker's compute thread.
 
     reports of overflows   upstream --activations--> downstream
     scale                  upstream <--gradients---- downstream
 
 The minibatches of a round of the last stage share one scale. The last stage chooses it with the first
-activation of the round. If rounds drain, an overflow skips the update of all stages, so every replica knows
-of it. Otherwise each replica of the last stage receives different activations, and so different reports. The
-replicas exchange these reports with their norms.
+activation of the round. If the schedule drains, an overflow skips the update of all stages, so every replica
+knows of it. Otherwise each replica of the last stage receives different activations, and so different
+reports. The replicas exchange these reports with their norms.
 
 Nothing is in flight between two segments of a run (worker/segment.py). If a segment ends before an overflow
-was reported, the first activation of the next segment reports it. A run that goes on from another's state
-reports each overflow with the same activation as a run without a break: the first one that is forwarded
-after the update.
+was reported, the first activation of the next segment reports it. A run that continues from the state of an
+earlier run reports each overflow with the same activation as an unbroken run: the first activation that is
+forwarded after the skipped update.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class LossScaling:
         self._round = -1  # the round that has this scale
         self._told: set[int] = set()  # rounds in which an activation has told of an overflow
         self._heard = False
-        """Whether a report of an overflow has come since the last scale was chosen. Updates bring it if
-        replicas exchange reports, and activations otherwise."""
+        """Whether an overflow was reported since the last scale was chosen. Updates bring the reports if
+        replicas exchange reports; otherwise activations do."""
         self._kept = False  # whether the segment before left an overflow untold
         self.scale = 1.0
         """At the last stage, the scale of the microbatch that is being forwarded."""
@@ -121,8 +121,8 @@ class LossScaling:
 
     def note_skipped(self, round_index: int) -> None:
         """Notes that an update overflowed here, or at a stage that is updated with it."""
-        # A run may continue from a boundary before the microbatches in flight. It must then report again the
-        # updates of that time, so these updates are kept.
+        # A later run may continue from a boundary before the microbatches now in flight. It must report again
+        # the updates that were skipped since that boundary, so they are kept.
         self._skipped = [at for at in self._skipped if at >= self._next_own - self._delay]
         self._skipped.append(self._first_after(round_index))
 

@@ -6,7 +6,7 @@ alone updates.
     RECV push   before the update                  all                     the gradients of its own shard
     UPDATE      chunk by chunk: the mean over the round's minibatches, then version t + 1 of the shard
     SEND pull   with the update                    all                     version t + 1, to the others
-    RECV pull   before what reads version t + 1    all                     the others' shards of it
+    RECV pull   before version t + 1 is read       all                     version t + 1 of the other shards
 
 A chunk is updated and sent to the other replicas as soon as the chunk's gradients of all replicas are there.
 Meanwhile the gradients of the next chunk are sent, so both directions of a link are busy. If norms are
@@ -14,9 +14,9 @@ measured, the update waits for all gradients.
 
 The core sends, receives and makes the means (csrc/param_server/shard_exchange.h). This module makes the
 optimizer's steps. It also multiplies gradients that are pushed as factors (factors.py): every replica makes
-the next version of their weights. Every replica is expected to push in a round, unless the round is known to
-be the last. A replica that learns that the data are over says so in place of a push. Owned by the worker's
-compute thread.
+the next version of their weights. An owner waits for a push of every replica in each round, unless it knows
+that the round is the last. A replica that learns that the data are over tells the owners so in place of a
+push. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["ParameterServer"]
 
 
 class ParameterServer(ShardClient):
-    """One replica's shard, which it updates."""
+    """Owns one replica's shard, and updates the shard."""
 
     def __init__(self, *arguments: Any, layout: ShardLayout, **options: Any) -> None:
         super().__init__(*arguments, layout=layout, **options)
@@ -52,8 +52,8 @@ class ParameterServer(ShardClient):
         self._num_minibatches = 0
         """The number of minibatches in the mean of that round."""
         self.mean_peak_bytes = 0
-        """The most bytes that mean gradients have taken at once, without those that lie in another gradient's
-        memory."""
+        """The most bytes that mean gradients have taken at once. Means that were computed in the memory of a
+        gradient do not count."""
         self._mean_bytes = 0
         tied_pieces = layout.tied_pieces_of(self._replica)
         self._is_counted = [self._counts(piece) for piece in own_pieces]
@@ -65,7 +65,7 @@ class ParameterServer(ShardClient):
     # The shard's update.
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """Begins the update of the minibatch's round. Its gradients need not all be there yet."""
+        """Begins the update of the minibatch's round. Some of its gradients may still be on their way."""
         self._round = self._rounds.round_of(minibatch)
         self._num_minibatches, factors = self._exchange.begin_update(self._round)
         for other, tensors in factors.items():
@@ -73,7 +73,7 @@ class ParameterServer(ShardClient):
             self._factors.take_in(other, self._round, tensors)
 
     def figures(self) -> GradientFigures:
-        """Returns the figures of this shard's mean gradients, once all have come."""
+        """Waits for all gradients of the round. Returns the figures of this shard's mean gradients."""
         self._mean_bytes = 0
         means = {part.first: self._means_of(part) for part in self._parts}
         self._taken = [mean for first in sorted(means) for mean in means[first]]
@@ -88,7 +88,8 @@ class ParameterServer(ShardClient):
         return self._factors.counts(piece.parameter)
 
     def poison(self, freed_slot: int) -> None:
-        """Does nothing yet: another replica may still be reading this one's shard of the version."""
+        """Does nothing, because another replica may still be reading this shard of the version.
+        _make_version() fills the slot later."""
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
         def step(part: ShardPart, pieces: slice, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:

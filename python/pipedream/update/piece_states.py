@@ -1,4 +1,5 @@
-"""Optimizer states by parameter name, joined from replicas' pieces and cut into pieces again.
+"""Joins the optimizer states of replicas' pieces to states of whole parameters, and cuts such states into
+pieces again.
 
 A state of torch's optimizers has two kinds of values. Tensors with one number per element of the parameter
 are joined and cut. All other values are the same for all pieces. Pure; any thread.

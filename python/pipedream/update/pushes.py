@@ -1,6 +1,7 @@
-"""The pushes of one replica while a backward runs. Gradients leave as soon as they are complete: the core
-sends the chunks of which all gradients are there (csrc/param_server/shard_pushes.h). Gradients that are
-pushed as factors leave once all of these are complete.
+"""Pushes one replica's gradients to the owners of the shards while a backward runs. The core gets each
+gradient as soon as the gradient is complete, and sends each chunk whose gradients it all has
+(csrc/param_server/shard_pushes.h). Factors (factors.py) are sent together, once the backward has completed
+all of them.
 
 Owned by the worker's compute thread.
 """
@@ -36,10 +37,12 @@ class ItemLinks(Protocol):
 
 
 class EarlyPushes:
-    """Pushes gradients during the last backward of a round. Hooks of the leaves call accumulated().
+    """Pushes gradients during the last backward of a round. Autograd hooks of the parameters call
+    accumulated().
 
-    A layer that checkpoints itself may accumulate a parameter's gradient several times in one backward. If
-    that happens in the first backward, the parameter waits for the end of every later one."""
+    A layer with activation checkpointing may add to a parameter's gradient several times in one backward.
+    The last backward of the first round shows for which parameters this is so. Their gradients are pushed
+    only after the backward, in every round."""
 
     def __init__(
         self,
@@ -49,13 +52,15 @@ class EarlyPushes:
         push_factors: Callable[[int], None],
     ) -> None:
         """factored: the parameters whose gradients are pushed as factors.
-        push_factors: pushes all of these, given the number of microbatches.
+        push_factors: pushes the factors of all these parameters. It is called with the number of microbatches
+            whose gradients are summed.
         """
         self._exchange = exchange
         self._factored = frozenset(factored)
         self._push_factors = push_factors
         self.gradients: dict[int, Tensor] = {}
-        """Gradients, flat and unscaled, that the core has already; by parameter."""
+        """The gradients that the core already has, by parameter. They are flat and without the loss
+        scale."""
         self._complete: set[int] = set()  # factored parameters that are complete in this backward
         self._num_accumulated = [0] * num_parameters  # in this backward
         self._once: list[bool] | None = None  # whether the first backward accumulated each parameter once
@@ -64,14 +69,15 @@ class EarlyPushes:
         self._num_summed = 1
 
     def begin(self, loss_scale: float, num_summed: int) -> None:
-        """Begins the last backward of a round. loss_scale: the factor of its loss. num_summed: how many
-        microbatches' gradients are summed after it."""
+        """Begins the last backward of a round. loss_scale: the factor by which its loss is multiplied.
+        num_summed: the number of microbatches in the sum of gradients that this backward completes."""
         self._is_open = True
         self._loss_scale = loss_scale
         self._num_summed = num_summed
 
     def accumulated(self, parameter: int, leaf: Tensor) -> None:
-        """Notes that a backward has added to the leaf's gradient, and pushes it if it is complete now."""
+        """Notes that a backward has added to the leaf's gradient, and pushes the gradient if it is
+        complete."""
         if not self._is_open:
             return
         self._num_accumulated[parameter] += 1

@@ -6,12 +6,12 @@ the stage's parameters and the whole state of the optimizer.
 
 With sync_every = n, replicas become alike only once in n rounds:
 
-    UPDATE      the mean of the replica's own gradients by what they count, version t + 1 of its own; after
+    UPDATE      the weighted mean of the replica's own gradients, version t + 1 of its own weights; after
                 every n-th round, and at the end of the run, the mean of all replicas' weights
 
 Each replica then keeps an optimizer state of its own. Between two segments of a run (worker/segment.py) each
-replica also keeps its own weights. Tied parameters that the stage owns are sent after the mean of the
-weights, to the user's replica that has the same microbatches.
+replica also keeps its own weights. If the stage owns tied parameters, they are sent after the mean of the
+weights is taken. Each replica sends them to that replica of a using stage that has the same microbatches.
 
 After the all-reduce or the mean of the weights, all replicas have the same version, bit for bit. Gradients
 are reduced in buckets, after the round's last backward. Owned by the worker's compute thread.
@@ -143,10 +143,9 @@ class LocalSteps(_GroupGradients):
         if not is_over or self._num_rounds % self._sync_every == 0:
             return
         self._average(newest_slot)
-        # A tied parameter of another stage came from the owner's replica that has the same minibatches. That
-        # replica sent it before the owner's replicas took the mean of their weights. So replicas of a user
-        # take the mean of the parameter, too. Owner and users average one parameter at a time, so they get
-        # the same bits.
+        # One replica of the owner stage sent this replica its tied parameters, before the owner's replicas
+        # took the mean of their weights. So the replicas of this stage take the mean of these parameters,
+        # too. All stages average one tied parameter at a time, so they get the same bits.
         for leaves in self._tied.newest_of_others(self._rounds.num_replicas):
             for leaf in leaves:
                 self._average_leaves([leaf])

@@ -31,7 +31,7 @@ from pipedream.update.weights import StageWeights
 __all__ = ["ReplicaChannels", "ShardClient"]
 
 _Leaving = dict[int, tuple["weakref.ref[torch.UntypedStorage]", int]]
-"""Storages of pushed gradients with their bytes, by the id() of the weak reference."""
+"""The memory of pushed gradients: weak references to storages, with their bytes, by the reference's id()."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ReplicaChannels:
     pull_to: Mapping[int, str]
     pull_from: Mapping[int, str]
     posted_from: frozenset[int] = frozenset()
-    """The replicas whose versions are received directly into their slots."""
+    """The other replicas whose versions are received directly into the slots of the weights."""
 
     @property
     def received(self) -> list[str]:
@@ -79,12 +79,12 @@ class ShardClient(StageGradients):
         factors: FactorExchange | None = None,
         slot_of: Mapping[int, int] | None = None,
     ) -> None:
-        """optimizer: keeps the pieces of this replica's shard.
+        """optimizer: updates the pieces of this replica's shard only.
         push_codec: the codec of the push channels.
-        push_slots: zeroed memory for pushes, of each round whose gradients may be there at once
-        (ShardLayout.push_slot_bytes).
-        factors: exchanges the gradients of the weights that the layout calls shared.
-        slot_of: the slot of each version at the start; None: only the newest version is there."""
+        push_slots: slots of zeroed memory for pushes, each of ShardLayout.push_slot_bytes(). There is one for
+        each round whose pushes may be unfinished at once.
+        factors: exchanges the gradients of the weights in layout.shared.
+        slot_of: the slot of each version at the start. None: slot 0 has the newest, the only version."""
         super().__init__(weights, optimizer, tied)
         self.layout = layout
         self._core = core
@@ -103,16 +103,18 @@ class ShardClient(StageGradients):
         self._loss_scale = 1.0  # the factor of the round's gradients (StageRunner.loss_scale)
         self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # storages of pushed gradients
         self._late: _Leaving = {}
-        """Storages of pushed gradients that were not sent yet when the round's last backward began."""
+        """The pushed gradients that were not sent yet when the round's last backward began."""
         self._has_pushed = False  # whether it pushed since the last wait for older pushes
         self._pushes = EarlyPushes(
             self._exchange,
             len(self._leaves(0, 0)),
             () if factors is None else factors.parameters,
-            # The reference is weak: the leaves' hooks hold the pushes, and this object holds the leaves.
+            # A strong reference would make a cycle: the leaves' hooks hold the pushes, and this object holds
+            # the leaves.
             functools.partial(type(self)._push_factors, weakref.proxy(self)),
         )
-        # On a device backwards run on other threads, and only the core's owner thread may call it.
+        # On a GPU the hooks run on autograd's own threads, but only the core's owner thread may call the
+        # core.
         self._pushes_early = weights.own.slots[0].device.type == "cpu"
         if self._pushes_early:
             for slot in range(weights.own.num_slots):
@@ -162,8 +164,8 @@ class ShardClient(StageGradients):
     # Pushing.
 
     def begin_backward(self) -> None:
-        """Waits until a push slot is free. It rarely waits: while the previous update received the other
-        replicas' gradients, this replica sent about as many bytes."""
+        """Waits until a push slot is free. One is usually free: the previous update received the other
+        replicas' gradients, and in that time this replica can send about as many bytes."""
         if self._has_pushed:
             self._has_pushed = False
             self._exchange.wait_for_pushes(len(self._push_slots) - 1)
@@ -193,7 +195,8 @@ class ShardClient(StageGradients):
         self._has_pushed = True
 
     def _push_factors(self, num_summed: int) -> None:
-        """Pushes the factors of a round, once all of the round's factors are complete."""
+        """Pushes the factors of a round. Call it when all of them are complete. num_summed: the number of
+        microbatches whose gradients are summed."""
         assert self._factors is not None
         item = self._factors.begin_push()
         self._note_pushed(item)
@@ -204,9 +207,9 @@ class ShardClient(StageGradients):
         self._pushed += [weakref.ref(part.untyped_storage()) for part in tensors if part is not None]
 
     def num_bytes(self, own_slot: int) -> int:
-        """Bytes of gradients, including pushed gradients that are not sent yet. Gradients that were unsent
-        when the round's last backward began also count: they may still be in memory beside all that this
-        backward pushes."""
+        """Returns the bytes of gradients, including factors and pushed gradients that are not sent yet.
+        Gradients that were unsent when the round's last backward began count until push() is over. They may
+        have been in memory at the same time as all gradients of that backward."""
         left_bytes = 0 if self._factors is None else self._factors.num_bytes
         pushed = self._late | self._leaving()
         return super().num_bytes(own_slot) + left_bytes + sum(num_bytes for _, num_bytes in pushed.values())
@@ -218,8 +221,8 @@ class ShardClient(StageGradients):
         return self._rounds.num_own_in(self._replica, round_index, self._core.num_minibatches())
 
     def _take_gradients(self, own_slot: int) -> list[Tensor | None]:
-        """The flat, unscaled gradients by parameter. Elements are in the order in which the parameter lies in
-        memory."""
+        """Takes the round's gradients of all parameters. Each is flat, in the parameter's order in memory,
+        and without the loss scale."""
         leaves = self._leaves(own_slot, self._tied.owned_gradient_slot)
         gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
         early = self._pushes.gradients

@@ -3,8 +3,8 @@ chunk belongs to a shard. Every replica and every spare has one shard. keep_piec
 all parameters outside its shard.
 
 If the optimizer works element by element, a chunk may cut a tensor. Any other optimizer gets whole tensors.
-Parameters that each replica updates for itself are in no chunk: all replicas have their whole gradients.
-Pure; any thread.
+A weight whose gradient is pushed as factors (factors.py) is in no chunk, because each replica updates the
+whole weight for itself. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "works_by_element",
 ]
 
-# Exactly these types count: a subclass may do more.
+# Optimizers that work element by element. A subclass does not count, because its step may do more.
 _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
     *optim.NATIVE_OPTIMIZERS,
     torch.optim.SGD,
@@ -74,7 +74,7 @@ class Piece:
     count: int
     is_whole: bool
     begin_bytes: int
-    """Bytes from the beginning of its chunk."""
+    """Bytes from the beginning of the chunk to the piece."""
     num_bytes: int
 
 
@@ -158,7 +158,9 @@ class ShardLayout:
         return parameter >= self.num_own, bisect.bisect(self.shared, parameter)
 
     def _chunk(self, shard: int, begin: int, end: int, rows: Sequence[tuple[int, int, int]]) -> Chunk:
-        """Makes the chunk from byte `begin` to byte `end`, counted through all slots in a row."""
+        """Makes the chunk from byte `begin` to byte `end`. Bytes are counted as if the slot of tied
+        parameters lay behind the slot of the others. rows: (parameter, first element, count) of the
+        pieces."""
 
         def piece(parameter: int, first: int, count: int) -> Piece:
             tensor = self._parameters[parameter]
@@ -175,13 +177,14 @@ class ShardLayout:
         return [chunk for chunk in self.chunks if chunk.shard == shard]
 
     def leaving_chunks_of(self, shard: int) -> list[Chunk]:
-        """Returns the chunks in the order in which a backward completes them: the last of the slot first.
-        Tied ones come at the end, because they wait for other stages."""
+        """Returns the shard's chunks in the order in which a backward completes their gradients: the chunk at
+        the end of the slot comes first. Chunks of tied parameters come last, because their gradients also
+        have parts from other stages."""
         own, tied = ([c for c in self.chunks_of(shard) if c.is_tied == is_tied] for is_tied in (False, True))
         return [*own[::-1], *tied]
 
     def row_of(self, shard: int) -> tuple[list[Any], str]:
-        """Returns the shard as the core has it (shard_exchange_type.h)."""
+        """Returns the shard's chunks and dtype in the form that the core takes (shard_exchange_type.h)."""
 
         def row(piece: Piece) -> tuple[int, int, int, int, str]:
             dtype = dtype_name(self._parameters[piece.parameter].dtype)
@@ -194,12 +197,12 @@ class ShardLayout:
         return chunks, dtype_name(self.dtype_of(shard))
 
     def push_slot_bytes(self, replica: int, codec: str) -> int:
-        """Returns the memory that the replica's pushes of a round take beside its gradients."""
+        """Returns the bytes that the replica's pushes of a round need in addition to its gradients."""
         others = [self.row_of(shard) for shard in range(self.num_shards) if shard != replica]
         return _core.push_slot_bytes(others, codec)
 
     def dtype_of(self, shard: int) -> torch.dtype:
-        """Returns the dtype of everything in the shard's chunks; uint8 if there are several."""
+        """Returns the dtype of the parameters in the shard's chunks; uint8 unless all have the same dtype."""
         pieces = (piece for chunk in self.chunks_of(shard) for piece in chunk.pieces)
         dtypes = {self._parameters[piece.parameter].dtype for piece in pieces}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -245,7 +248,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """The part of a shard that the optimizer updates at once."""
+    """A part of a shard, which the optimizer updates in one call."""
 
     chunks: Sequence[tuple[int, Chunk]]
     """(position among the shard's chunks, chunk), in the order in which the chunks are sent."""
@@ -256,8 +259,8 @@ class ShardPart:
 
 
 def parts_of(chunks: Sequence[Chunk], pieces: Sequence[Piece], *, at_once: bool) -> list[ShardPart]:
-    """Returns the parts of a shard. Pieces in no chunk come last. chunks: in the order in which they are
-    sent. pieces: the pieces of the shard. at_once: whether to return everything as one part."""
+    """Returns the parts of a shard: one for each chunk, then one for each piece that is in no chunk. chunks:
+    in the order in which they are sent. at_once: whether the whole shard is one part."""
     if not pieces:
         return []
     if at_once:
@@ -292,9 +295,9 @@ def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
 def keep_pieces(
     optimizer: torch.optim.Optimizer | None, masters: Sequence[nn.Parameter], pieces: Sequence[Piece]
 ) -> list[nn.Parameter]:
-    """Replaces the optimizer's parameters by these pieces of them. Each piece goes to the group of its
-    parameter, with its part of the parameter's state. Returns the pieces in order. A whole parameter stays as
-    it is."""
+    """Replaces the optimizer's parameters, which are the masters, by pieces of them. Each piece goes to the
+    group of its parameter, with its part of the parameter's state. Returns the new parameters in the order of
+    the pieces. For a piece that is whole, the master itself is used."""
     made: dict[int, list[nn.Parameter]] = {id(master): [] for master in masters}
     state = {} if optimizer is None else optimizer.state
     for piece in pieces:

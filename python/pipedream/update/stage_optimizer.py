@@ -38,9 +38,9 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a group; the last t
 class StageOptimizer:
     """Makes version v + 1 from version v and a minibatch's gradients.
 
-    A native optimizer writes version v + 1 in one pass. Any torch optimizer works on master parameters, which
-    are pointed at a copy of v in the new slot. Construct this object before the slots, because the slots also
-    hold the optimizer's state."""
+    A native optimizer writes version v + 1 in one pass. For any other torch optimizer, version v is copied
+    into the new slot, and the step updates the copy in place. Construct this object before the slots, because
+    the slots also hold the optimizer's state."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class StageOptimizer:
         self._native = self._native_one()
         self._drawn_names = [name for name, _ in named]
         self.averages: Averages | None = None
-        """Averages of the versions that it makes."""
+        """The averages of the versions that this object makes."""
         self._draws: int | None = None
         self._num_steps = 0
 
@@ -78,8 +78,8 @@ class StageOptimizer:
         self._draws = update_seed(base, stage_index, self._drawn_names)
 
     def keep(self, pieces: Sequence[Piece]) -> None:
-        """Makes versions of these pieces of its parameters only, from now on. `named` then has the pieces, in
-        order. Call it before place_state()."""
+        """Restricts this object to these pieces of its parameters: it makes versions of no other elements.
+        `named` then lists the pieces, in order. Call it before place_state()."""
         self._masters = keep_pieces(self.optimizer, self._masters, pieces)
         names = [self._named[piece.parameter][0] for piece in pieces]
         self._named = list(zip(names, self._masters, strict=True))
@@ -174,8 +174,8 @@ class StageOptimizer:
     def state(
         self, to_host: Callable[[Tensor], Tensor] = on_host
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns (tensors, JSON) of everything that its next steps depend on, in the form of
-        StageSnapshot. to_host: copies a tensor. Raises ValueError for state that cannot be stored."""
+        """Returns (tensors, JSON) of the state that the next steps depend on, in the form of StageSnapshot.
+        to_host: copies a tensor. Raises ValueError for state that cannot be stored."""
         tensors: dict[str, Tensor] = {}
         document: dict[str, Any] = {"num_steps": self._num_steps, "optimizer": None, "scheduler": None}
         if self.averages is not None:
@@ -319,8 +319,8 @@ class StageOptimizer:
         return {index: names[id(parameter)] for index, parameter in enumerate(listed)}
 
     def torch_state_bytes(self) -> int:
-        """Bytes of the optimizer's state outside of the slots of place_state(). Each tensor counts once. The
-        one number per parameter that a native optimizer has there is not counted."""
+        """Bytes of the optimizer's state outside of the slots of place_state(). Each tensor counts once.
+        Returns 0 for a native optimizer, which keeps only single numbers outside of the slots."""
         if self.optimizer is None or self.is_native:
             return 0
         tensors = {

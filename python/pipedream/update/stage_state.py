@@ -1,12 +1,12 @@
 """A stage that continues an earlier run starts with several weight versions. A snapshot at the end passes
 them on to the next run.
 
-The first microbatches after the boundary read several versions, so the snapshot has them all. An example with
-three slots:
+The first microbatches of the next run read several versions, so the snapshot has them all. Versions change
+their slots between the runs. An example with three slots:
 
     version                                8    9    10
-    slots at the end of one run            2    0    1      as its updates have left them
-    slots at the start of the next         0    1    2      the newest last
+    slots at the end of one run            2    0    1      as the updates have written them
+    slots at the start of the next         0    1    2      in the order of the versions
 
 Owned by the worker's compute thread.
 """
@@ -33,8 +33,9 @@ _Versions = Mapping[int, Mapping[str, Tensor]]
 
 
 class HeldVersions:
-    """Versions that the first n_s - 1 microbatches after a boundary read, at a stage without stashing. The
-    stage has one slot, which holds these versions one after the other.
+    """Versions older than the newest that a continued run reads, at a stage without stashing. The stage has
+    one slot, which holds these versions one after the other. With n_s microbatches in flight at the stage,
+    the first n_s - 1 forwards read them.
 
         goes on at 10, n_s = 3        F10 reads 8    F11 reads 9    F12 reads 10    B10, U10
         the slot has                        8              9               10        10, 11
@@ -52,8 +53,9 @@ class HeldVersions:
         return bool(self.contents)
 
     def load(self, version: int, versions: WeightVersions, slot: int) -> None:
-        """Loads the version into the slot before it is read. A version that is newer than the newest at the
-        start counts as that one. Versions older than the loaded one are not read again, and are dropped."""
+        """Loads the version into the slot before an item reads the slot. If the version is newer than the
+        newest at the start, the newest at the start is loaded. Versions older than the loaded one are not
+        read again, and are dropped."""
         version = min(version, self._newest)
         for name, leaf in versions.contents(slot).items():
             leaf.data.copy_(self.contents[version][name])  # .data: autograd saw another version before
@@ -76,7 +78,7 @@ class StageStart:
     older: _Versions = field(default_factory=dict)
     """By slot, the contents of all versions but the newest."""
     older_tied: Mapping[int, _Versions] = field(default_factory=dict)
-    """The same for tied parameters, by owner."""
+    """For tied parameters: by owner and by slot, the contents of all versions but the newest."""
 
     @classmethod
     def of(cls, schedule: _core.ScheduleOptions, stage: int, snapshot: StageSnapshot | None) -> StageStart:

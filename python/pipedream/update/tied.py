@@ -7,7 +7,7 @@ version that vertical sync would read at the owner (docs/schedules.md).
 
     user    RECV tied_version   before a forward: versions up to the one that it reads
             SEND tied_gradient  after its last backward of a minibatch: its gradient of that minibatch
-    owner   RECV tied_gradient  after its own last backward of it; the users' gradients are added to its own
+    owner   RECV tied_gradient  after its own last backward of the minibatch: adds the users' gradients
             SEND tied_version   after the update of the round: the next version
 
 With replicas, the gradient goes to the owner's replica that has the minibatch's last microbatch. Each
@@ -152,7 +152,7 @@ class TiedParameters:
             )
             for owner in by_owner
         }
-        # The other stage -> positions of the parameters that travel between the two.
+        # For each stage that uses parameters of this stage, the positions of these parameters.
         self._users: dict[int, list[int]] = {}
         for index, tie in enumerate(by_owner.get(stage_index, ())):
             for user in tie.stages[1:]:

@@ -280,7 +280,7 @@ class WeightVersions:
         places."""
         index_of = {id(parameter): index for index, parameter in enumerate(self._originals)}
         # Places in these tables are written at every bind, in one short loop. Recurrent layers read their
-        # weights from a list beside the table. Its places are also in `tables`.
+        # weights from a list of their own (_flat_weights), so that list counts as a table, too.
         tables = {id(module._parameters) for module in self._stage.modules()}
         tables |= {id(getattr(module, "_flat_weights", None)) for module in self._stage.modules()}
         self._own_places: list[tuple[Any, Any, int]] = []
@@ -439,19 +439,19 @@ def _nan_like(original: Tensor) -> Tensor:
 
 
 def weight_layout(named: NamedParameters) -> tuple[int, list[int]]:
-    """(bytes of one version, offset of each parameter) in a flat slot."""
+    """Returns (bytes of one version, offset of each parameter) for a flat slot."""
     return _core.weight_layout([(name, dtype_name(p.dtype), p.numel()) for name, p in named])
 
 
 def state_layout(named: NamedParameters) -> tuple[int, list[int]]:
-    """(bytes, offset of each parameter) of a flat slot that holds one of an optimizer's state tensors for
-    each parameter."""
+    """Returns (bytes, offset of each parameter) for a flat slot that holds one state tensor of an optimizer
+    for each parameter."""
     return _core.weight_layout([(name, dtype_name(master_dtype(p.dtype)), p.numel()) for name, p in named])
 
 
 def masters_layout(named: NamedParameters) -> tuple[int, list[int]]:
-    """(bytes, offset of each parameter) of a flat slot that holds the masters. A parameter without a master
-    takes no bytes."""
+    """Returns (bytes, offset of each parameter) for a flat slot that holds the masters. A parameter without a
+    master takes no bytes."""
     return _core.weight_layout(
         [(name, dtype_name(master_dtype(p.dtype)), p.numel() if has_master(p) else 0) for name, p in named]
     )
