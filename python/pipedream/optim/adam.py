@@ -46,7 +46,8 @@ class _MomentOptimizer(NativeOptimizer):
         return [(count,) for count in torch.stack(counts).tolist()]
 
     def _scalars(self, name: str, initial: float, parameters: list[Tensor]) -> list[Tensor]:
-        """Returns a number of each parameter's state. Parameters without one get `initial`."""
+        """Returns the state's number `name` of each parameter. Parameters that have no such number get
+        `initial`."""
         for parameter in parameters:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = scalar_tensor(initial)

@@ -107,8 +107,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @property
     def num_state_tensors(self) -> int:
-        """The largest number, over the groups, of state tensors of the parameter's size per parameter. It is
-        0 or 1 for SGD, 2 for Adam, and 3 for Adam with amsgrad.
+        """The number of state tensors of the parameter's size that a parameter needs, in the group that needs
+        most. It is 0 or 1 for SGD, 2 for Adam, and 3 for Adam with amsgrad.
         """
         return max(self._num_state_tensors(group) for group in self.param_groups)
 
@@ -245,8 +245,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         return gradient if _fits(gradient, source, source.dtype) else torch.empty_like(source).copy_(gradient)
 
     def _state_tensor(self, parameter: Tensor, index: int, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a state tensor, which is zero at first. It gets the weight's present layout, which may
-        differ from the layout in the last step.
+        """Returns a state tensor, which is zero at first. The tensor gets the layout that the weight has now.
+        The layout may have changed since the last step.
         """
         name = self._STATE_NAMES[index]
         state = self.state[parameter]
@@ -259,8 +259,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         return result
 
     def _master(self, parameter: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the parameter's master, which is made from the weight at first. It gets the weight's
-        present layout.
+        """Returns the parameter's master, which the first call makes from the weight. The master gets the
+        layout that the weight has now.
         """
         state = self.state[parameter]
         master: Tensor | None = state.get(MASTER)

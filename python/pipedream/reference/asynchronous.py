@@ -3,14 +3,14 @@
     forward of a stage   runs when the version that the microbatch reads is complete, in the order of the
                          replica's own microbatches
     backward             runs when the last stage's forward has finished
-    a gradient           is applied at each shard after those before it in the shard's order, part by part.
-                         Each part has an optimizer of its own for all of the stage's parameters; only the
-                         part of the result is used.
+    a gradient           is applied at each shard part by part, after all earlier gradients in the shard's
+                         order. Each part has an optimizer of its own for all of the stage's parameters,
+                         but only the part's elements of the result are used.
 
 A replica's gradient is the sum over its microbatches in a round, divided by the sum of their shares.
 
-A replica's version j + 1 of a part is the part right after the replica's j-th gradient was applied. After a
-drain it is the part with the gradients of all replicas.
+A replica's version j + 1 of a part is the part right after the replica's gradient of round j was applied.
+After a drain, the newest version of every replica is the part with the gradients of all replicas.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class AsynchronousWeights:
         self._num_missing = [[0] for _ in range(num_replicas)]
         self._gradients: list[list[Gradients]] = [[] for _ in range(num_replicas)]
         self._early: dict[int, tuple[Gradients, float]] = {}
-        """Gradients and shares that were added too early, by microbatch. They wait for an earlier microbatch
-        of their replica."""
+        """By microbatch: gradients and shares that wait, because an earlier microbatch of the same replica
+        was not added yet."""
         self._num_added = [0] * num_replicas
         self._open: list[tuple[Gradients, float]] = [({}, 0.0)] * num_replicas
         """For each replica, the sums of its present round."""
@@ -205,8 +205,8 @@ class _Flight:
     """The microbatch's share of its minibatch."""
     is_empty: bool
     leaves: dict[int, Tensor] = field(default_factory=dict)
-    """The leaf tensor that stands for each parameter, by id(parameter), of the stages that have forwarded
-    this microbatch."""
+    """By id(parameter): the leaf tensor that the microbatch's forwards read in place of the parameter. Only
+    for stages whose forward has run."""
     num_stages_done: int = 0
 
 

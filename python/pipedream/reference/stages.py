@@ -1,4 +1,4 @@
-"""One stage: its forward, the state around it, and its repeated forward."""
+"""Runs the forward of one stage. A stage that recomputes repeats the forward before its backward."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Stage:
 
     module: StageModule
     recomputes_newest: bool
-    """Whether the stage repeats the forward with the newest version before the backward, which then uses the
-    repeated forward."""
+    """Whether the stage repeats the forward, with the newest version, right before the backward. The backward
+    then goes through the repeated forward."""
     backward_seed: int | None
     """The seed for random draws in the stage's backward. None: the draws come from the process's
     generators."""
@@ -52,10 +52,9 @@ class Stage:
     loss_fn: LossFunction | None
     """The loss function at the last stage, whose output is then the loss. None at other stages."""
     statistics_of: Sequence[MinibatchStatistics]
-    """One per replica if minibatches are cut into several microbatches; otherwise empty."""
+    """The batch norms' statistics of each replica; empty if a minibatch has one microbatch."""
     updaters: list[Updater]
-    """One updater for the stage, or one per replica. In the second case each replica has its own
-    parameters."""
+    """One updater for the stage, or one per replica if each replica has its own parameters."""
     buffers: ReplicaBuffers
     replica: int = 0
     """The replica that computes next."""
@@ -203,7 +202,7 @@ class ReplicaBuffers:
 
 
 class Recomputed:
-    """One microbatch's forward of a stage that will be repeated with newer weights, just before its backward.
+    """One microbatch's forward of a stage, which is repeated with newer weights just before the backward.
 
     upstream graph -> inputs -> forward, its graph dropped     outputs (leaves) -> downstream graph -> loss
                             \\-> repeated forward -> its outputs, with the gradients of the leaves
@@ -274,9 +273,9 @@ def cross(value: Any, sender: int, receiver: int, across_cut: CutFunction) -> An
 
 
 class MinibatchStatistics:
-    """The running statistics of a stage's batch norms, if minibatches are cut. Each microbatch is normalised
-    by its own statistics. The running statistics take one step per minibatch, by the mean and variance over
-    all of its microbatches.
+    """The running statistics of a stage's batch norms, if minibatches are cut into microbatches. Each
+    microbatch is normalised by its own statistics. The running statistics take one step per minibatch, by the
+    mean and variance over all microbatches of the minibatch.
 
     Source: GPipe (NeurIPS'19), section 2.2.
     """

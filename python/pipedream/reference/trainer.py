@@ -45,8 +45,8 @@ class Trainer:
     ) -> None:
         """tied: ids of the parameters that several stages use."""
         self.microbatch_versions: list[list[list[tuple[int, int]]]] = [[] for _ in stages]
-        """(version that the forward read, version that the backward read), by stage, minibatch and
-        microbatch."""
+        """By stage, minibatch and microbatch: (version that the forward read, version that the backward
+        read)."""
         self._stages = stages
         self._versions = versions
         self._tied = tied
@@ -100,8 +100,8 @@ class Trainer:
         shares: Sequence[float],
         scale: float | None,
     ) -> list[float]:
-        """Runs all microbatches of a minibatch. Their gradients are then in the leaves. Returns the
-        microbatches' losses."""
+        """Runs all microbatches of a minibatch. Their gradients are then in the leaves. Returns each
+        microbatch's part of the minibatch's loss, except for microbatches that have no share."""
         losses = []
         backwards = []
         for microbatch, ((piece, piece_targets), share) in enumerate(zip(pieces, shares, strict=True)):
@@ -140,8 +140,8 @@ class Trainer:
             stage.use(0)
 
     def _carry_gradients(self, leaves: Mapping[int, Tensor]) -> None:
-        """Moves the minibatch's gradients so far to the leaves of the next backward. Those leaves may have
-        another version. So gradients are added in the order of the microbatches.
+        """Moves the minibatch's gradients so far to the leaves of the next backward, which may have another
+        version. Moving them keeps the order of additions: the order of the microbatches.
         """
         found = {id(leaf): key for key, leaf in self._leaves.items()}
         for leaf in leaves.values():
@@ -223,7 +223,7 @@ class Trainer:
         self._bound_leaves = {}
 
     def _replace(self, others: Mapping[int, Tensor]) -> None:
-        """Replaces each tensor whose id is a key of others, in all places that hold it."""
+        """Replaces tensors, in all places that hold them. others: the new tensor by the id() of the old."""
         for place in list(places_of(("", stage.module) for stage in self._stages)):
             if id(place.tensor) in others and place.container is not None:
                 place.container[place.key] = place.filled(lambda tensor: others.get(id(tensor), tensor))
@@ -309,8 +309,8 @@ class Trainer:
                             leaf.data.copy_(of_replica.detach())
 
     def _next_scale(self, minibatch: int) -> float | None:
-        """Returns the factor of the minibatch's loss in float16, from the overflows that the last stage can
-        know of.
+        """Returns the factor by which the minibatch's loss is multiplied in float16. The factor depends on
+        the overflows that the last stage knows of by then.
         """
         if self._scaler is None:
             return None
@@ -354,7 +354,7 @@ class Trainer:
         for stage_index in stages:
             updaters = self._stages[stage_index].updaters
             for updater in updaters:
-                # A replica that updates by itself has computed only a part of each minibatch.
+                # A replica with its own updater has computed only a part of each minibatch.
                 count = len(updater.minibatches) if len(updaters) == 1 else updater.share
                 # A single minibatch is not divided, so that it equals plain training bit for bit.
                 for parameter in updater.parameters:

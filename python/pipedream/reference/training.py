@@ -1,5 +1,5 @@
-"""run() does a whole training like pipedream.run(). It evaluates with plain loops over the validation data,
-at the newest weights."""
+"""run() does the training that pipedream.run() would do. It evaluates the newest weights with plain loops
+over the validation data."""
 
 from __future__ import annotations
 
@@ -121,15 +121,15 @@ def run(
 
     The gradients of round j are taken at the versions that their microbatches read (see Versions). They
     update each stage's newest version j to version j + 1. Buffers have no versions. With one worker every
-    schedule except 2bw is plain training; with one microbatch, bit for bit.
+    schedule except 2bw is plain training. With one microbatch it equals plain training bit for bit.
 
     sync, staleness: as in run().
-    update_orders: needed for asp, where versions depend on which replica was faster. By stage and shard, the
-        order in which gradients were applied, as RunResult has it.
+    update_orders: by stage and shard, the order in which gradients were applied, as in RunResult. Needed for
+        asp, where versions depend on which replica was faster.
     sync_every: each replica updates a copy of its stage, by its own gradients and with its own optimizer.
         After this many rounds, and at the end, all copies become their mean.
-    recompute: True for all stages, or the indices of some. It changes numbers only for unstashed, where the
-        repeated forward reads the newest version.
+    recompute: True for all stages, or the indices of some stages. It changes numbers only for unstashed,
+        where the repeated forward reads the newest version.
     across_cut: (sender, receiver, tensor_index, tensor) -> a new tensor. It replaces a floating-point
         activation, or a gradient on the way back, between two stages. It is called in the order of the
         microbatches. None: tensors are unchanged.
@@ -292,7 +292,7 @@ def _versions_of(
     staleness: int,
     drained_at: Sequence[int],
 ) -> Versions:
-    """Returns the versions of the schedule. For "auto" the plan's schedule and microbatches count."""
+    """Returns the versions of the schedule. For "auto" the plan gives the schedule and the microbatches."""
     num_replicas = [stage.num_replicas for stage in plan.stages]
     if isinstance(schedule, Program):
         check_program(schedule, num_replicas, microbatches)
@@ -305,8 +305,8 @@ def _versions_of(
 
 
 def _statistics_of(module: StageModule, num_replicas: int, microbatches: int) -> list[MinibatchStatistics]:
-    """Returns the batch norms' statistics by replica. The list is empty if a minibatch has one microbatch,
-    because batch norms then update themselves.
+    """Returns the batch norms' statistics, one entry per replica. The list is empty if a minibatch has one
+    microbatch, because batch norms then update their statistics themselves.
     """
     return [MinibatchStatistics(module) for _ in range(num_replicas if microbatches > 1 else 0)]
 

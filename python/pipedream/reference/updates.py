@@ -22,7 +22,8 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 class History:
-    """The versions of one parameter that may still be read. The parameter itself is the newest."""
+    """Copies of the versions of one parameter that may still be read. The parameter itself has the newest
+    version."""
 
     def __init__(self, parameter: nn.Parameter, versions_back: int = 0) -> None:
         """versions_back: a read may ask for a version that is at most this much lower than the highest read
@@ -61,7 +62,7 @@ class Updater:
         self.minibatches: set[int] = set()
         """The minibatches whose gradients are in this round's."""
         self.share = 0.0
-        """The sum of the shares of the added microbatches, in minibatches."""
+        """The sum of the shares, as parts of a minibatch, of the microbatches added so far."""
         # A stage with nothing to train has no optimizer, because torch refuses an empty list.
         self._optimizer = _make_optimizer(optimizer, owned) if owned else None
         self._scheduler = None

@@ -18,7 +18,8 @@ SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "2bw", *DRAININ
 
 
 class Versions:
-    """The table in docs/schedules.md: which version each microbatch reads, and which round makes it.
+    """Computes the table in docs/schedules.md: the version that each microbatch reads, and the round that
+    makes each version.
 
     k is the number of a microbatch, counted through the run. At a stage with r replicas, microbatch k goes to
     replica k mod r. There it is microbatch number floor(k / r).
@@ -88,11 +89,12 @@ class Versions:
         return self.of_forward(stage_index, minibatch, microbatch)
 
     def of_tied(self, owner: int, minibatch: int, microbatch: int = 0) -> int:
-        """Returns the version that is read of a parameter that several stages use. It is the same at each
-        stage, in forward and backward, and counts the owner's rounds.
+        """Returns the version of the parameters that the owner shares with other stages. All these stages
+        read the same version, in forward and backward. It counts the owner's rounds.
 
-        If stages read different versions, it is the version that vertical sync would read at the owner, minus
-        the staleness. Otherwise it is the version that the owner reads.
+        If the schedule lets stages read different versions of their own parameters, it is the version that
+        vertical sync would read at the owner, minus the staleness. Otherwise it is the version that the owner
+        reads.
         """
         if self.drains or self.schedule == "2bw":
             return self.of_forward(owner, minibatch, microbatch)
@@ -123,14 +125,13 @@ class Versions:
         return self.minibatches_per_round(stage_index) * self.num_microbatches
 
     def _seen_at_input(self, k: int) -> int:
-        """Returns how many microbatches' updates the input stage has made when it forwards microbatch k."""
+        """Returns the number of microbatches whose updates the input stage has made when it forwards
+        microbatch k."""
         own = k // self._num_replicas[0] - self._in_flight[0] + 1
         return max(0, own // self.own_per_round(0)) * self._microbatches_per_round(0)
 
     def _oldest(self, stage_index: int, minibatch: int) -> int:
-        """Returns the version at the last drain before the minibatch, which is the oldest that it may
-        read.
-        """
+        """Returns the version at the last drain before the minibatch. The minibatch reads no older version."""
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
         return begun // self.minibatches_per_round(stage_index)
 
@@ -155,10 +156,10 @@ class Versions:
     def overflows_known(self, minibatch: int) -> set[tuple[int, int]]:
         """Returns the updates whose overflows count for the loss scale that begins with this minibatch.
 
-        Each update is a pair (stage, round), and counts for one scale only. If the schedule drains, they are
-        the updates of the round before. Otherwise each activation that reaches the last stage reports the
-        updates that the stages have made since the activation before. Several replicas of the last stage
-        receive different activations, so they exchange these reports with their updates.
+        Each update is a pair (stage, round), and counts for one scale only. If the schedule drains, the
+        updates of the previous round count. Otherwise each activation that reaches the last stage reports the
+        updates that the stages have made since the previous activation. If the last stage has several
+        replicas, they receive different activations, so they exchange these reports with their updates.
         """
         last = len(self._num_replicas) - 1
         if self.drains:
@@ -177,17 +178,17 @@ class Versions:
     def _updated_since(
         self, stage_index: int, k: int, *, microbatches: int | None = None
     ) -> set[tuple[int, int]]:
-        """Returns the pairs (stage, round) that the stage updates between its forwards of an earlier
-        microbatch and of microbatch k. microbatches: by how many microbatches the first one is earlier. None:
-        the previous microbatch of the same replica.
+        """Returns (stage, round) for each update of the stage between its forwards of an earlier microbatch
+        and of microbatch k. microbatches: k minus the number of the earlier microbatch. None: the earlier
+        one is the previous microbatch of the same replica.
         """
         before = k - (microbatches or self._num_replicas[stage_index])
         known = self._newest_updated(stage_index, before) if before >= 0 else -1
         return {(stage_index, i) for i in range(known + 1, self._newest_updated(stage_index, k) + 1)}
 
     def _newest_updated(self, stage_index: int, k: int) -> int:
-        """Returns the newest round that the stage has updated when it forwards microbatch k; -1 before the
-        first update.
+        """Returns the newest round whose update the stage has made when it forwards microbatch k; -1 before
+        the first update.
         """
         replicas = self._num_replicas[stage_index]
         own = k // replicas - self._in_flight[stage_index] + 1
@@ -220,8 +221,8 @@ class WrittenVersions(Versions):
 
     def __init__(self, text: str, num_replicas: Sequence[int], drained_at: Sequence[int] = ()) -> None:
         self._stated: dict[tuple[str, int, int, int], int] = {}
-        """The version that is read, by opcode, stage, minibatch and microbatch. Under the opcode "UPDATED":
-        the number of the worker's updates before a forward.
+        """By opcode, stage, minibatch and microbatch: the version in the program's line. The made-up opcode
+        "UPDATED" has the number of the worker's updates of the stage before the forward.
         """
         self._per_body = 1
         workers = self._workers_of(text)
@@ -349,7 +350,7 @@ class WrittenVersions(Versions):
         beginning.
         """
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
-        # A lower bound of how often the body has repeated. The loop raises it until the line is found.
+        # The body has been repeated at least so often. The loop raises the number until it finds the line.
         bodies = max(0, (minibatch - begun - self._num_listed) // self._per_body)
         listed = minibatch - begun - bodies * self._per_body
         while (opcode, stage_index, listed, microbatch) not in self._stated:

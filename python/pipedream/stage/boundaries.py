@@ -2,11 +2,12 @@
 may be due. At boundary N a stage has made the updates of minibatches 0 to N - 1, and no update of minibatch
 N. N is a multiple of the group size, `minibatches_between_drains`.
 
-    stage 0     decides what is due there, once it has read the group of N, or found that there is none
-    the items   carry the decision: all activations of that group, or the end of the data
+    stage 0     decides which events are due at N, once it has read the group that begins with minibatch N,
+                or has found the end of the data there
+    the items   carry the decision: all activations of that group, or the message that the data are over
     stage s     begin   before its first FORWARD of the group: buffers are those of the boundary
-                reach   UPDATE N - 1 is done, too, and UPDATE N is not
-    STOP        there is no minibatch N
+                reach   after begin, when UPDATE N - 1 is done and UPDATE N is not
+    STOP        the run ends at N, so minibatch N is not trained
 
         stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary N = 5, two in flight:
                              begin       reach           U4 has made version N
@@ -82,7 +83,7 @@ class StageZeroGate:
         """evaluates: whether this replica runs the evaluations.
         saving: decides on a SNAPSHOT that does not follow from the data.
         first_of_run: the boundary at which the run begins.
-        begins_with: the events that are due at first_of_run, and no others."""
+        begins_with: all events that are due at first_of_run."""
         self._source = source
         self._group_size = group_size
         self._planned = planned
@@ -96,8 +97,8 @@ class StageZeroGate:
         self._evaluated = -1  # the last group whose first forward was put off for an evaluation
         self._late = 0  # events that are moved to the end of the data
         self.evaluates_first = False
-        """Whether the newest minibatch was refused for now, because the weights before it are evaluated
-        first."""
+        """Whether admits() refused the newest minibatch only because an evaluation comes before it. The
+        minibatch is asked for again after the evaluation."""
         self.events = 0
         """Events that are due at the boundary before the current group."""
         self.end = (0, 0)
@@ -143,7 +144,7 @@ class StageZeroGate:
         return True
 
     def _begin_run(self, group: int) -> bool:
-        """Decides which events are due before the first group of the run. The return value is admits()'s."""
+        """Decides which events are due before the first group of the run. Returns what admits() returns."""
         if self._begins_with & STOP:
             return self._end(group, self._begins_with)
         if self._source.num_minibatches < group + self._group_size:
@@ -161,8 +162,8 @@ class StageZeroGate:
         return True
 
     def _puts_off(self, group: int) -> bool:
-        """Whether the group's first forward has to wait for an evaluation of the weights before it. True
-        only once."""
+        """Whether an evaluation has to run before the group's first forward. The second call for a group
+        returns False, because the evaluation is over then."""
         if not self._evaluates or self._evaluated == group:
             return False
         self._evaluated, self._group, self.evaluates_first = group, -1, True
@@ -191,12 +192,13 @@ class StageZeroGate:
         """Returns the events at the end of the data of this segment."""
         end = self._source.num_minibatches
         if self._source.larger is not None or end == self._first_of_run:
-            # Before a larger minibatch there are no events here: the next segment begins at this boundary and
-            # decides about them. Data that end where the run began have the events of its beginning.
+            # If the segment ends before a larger minibatch, the next segment begins at this boundary and
+            # decides about its events. If the data end at the run's first boundary, the events of that
+            # boundary are due.
             return self._begins_with if end == self._first_of_run and self._source.larger is None else 0
         begin = (end - 1) - (end - 1) % self._group_size  # the last boundary before the end
         if end % self._group_size and begin > self._first_of_run:
-            # The boundary before a short last group has no events. Those planned for it come at the end.
+            # Events that are planned for the boundary before a short last group come at the end instead.
             begin -= self._group_size
         return self._planned_in(begin, end, is_end=True) | self._late
 
@@ -215,8 +217,8 @@ class StageZeroGate:
         return events
 
     def _epochs_ended_in(self, group: int) -> list[tuple[int, int]]:
-        """Returns (epoch, end) of the epochs that end after the previous boundary and not after the boundary
-        of this group."""
+        """Returns (epoch, end) of each epoch that ends after the previous boundary, and at or before the
+        boundary `group`."""
         epoch_of = self._source.epoch_of
         return [
             (epoch_of(end - 1), end)

@@ -1,11 +1,11 @@
 """A run may end early or be changed by its callbacks. This module makes these decisions, which do not follow
 from the data.
 
-    a wish to end   Rank 0 ends the run at its next boundary. If stage 0 has replicas, it names a later one,
-                    which none of them has passed.
+    a wish to end   Rank 0 ends the run at its next boundary. If stage 0 has replicas, rank 0 names a later
+                    boundary, which no replica has passed.
     a callback      is asked at a boundary. If the schedule drains, its answer takes effect at that boundary.
-                    Otherwise it takes effect `lead` minibatches later: each replica of stage 0 waits for it
-                    there.
+                    Otherwise the answer takes effect `lead` minibatches later: there each replica of stage 0
+                    waits for the answer.
 
 These objects outlive the segments of a run. Owned by the worker's compute thread.
 """
@@ -63,7 +63,8 @@ class StopOrder(Protocol):
 
 
 class Stopping:
-    """Decides where a run ends that the user has asked to end early. It ends at rank 0's next boundary.
+    """Decides at which boundary a run ends if the user asks to end it early. It ends at rank 0's next
+    boundary.
 
     If stage 0 has replicas, rank 0 names a boundary that no replica has passed. Rank 0 writes the order
     before its next push. Each replica needs rank 0's push of every round, so it reads the order in time."""
@@ -86,14 +87,15 @@ class Stopping:
 
 
 class SaveWords(Protocol):
-    """Carries messages from rank 0 to the other replicas of stage 0. They say where the run is saved."""
+    """Carries messages, called words, from rank 0 to all replicas of stage 0. A word says whether the run is
+    saved soon, and names the boundary of the next word."""
 
     def say(self, boundary: int, word: list[int]) -> None:
-        """Sends the word of this boundary, at rank 0."""
+        """Sends rank 0's word about this boundary."""
 
     def hear(self, boundary: int, check: Callable[[], None]) -> list[int]:
-        """Waits, at any replica, for rank 0's message about this boundary. check: called during the wait. It
-        raises the error that ends the run."""
+        """Waits, at any replica, for rank 0's word about this boundary, and returns it. check: called during
+        the wait. It raises the error that ends the run."""
 
 
 class Saving:
@@ -119,8 +121,8 @@ class Saving:
         group_size: int,
         period_s: float,
     ) -> None:
-        """is_due: asked by rank 0 at boundaries; None at others. lead: as in Stopping; 0 if there are no
-            other replicas.
+        """is_due: called by rank 0 at boundaries; None at other ranks. lead: as in Stopping; 0 if stage 0 has
+            one replica.
         first_boundary: the first B.
         period_s: seconds from one word to the next, roughly."""
         self._words = words
@@ -147,8 +149,8 @@ class Saving:
         return bool(is_saved)
 
     def _num_to_next_word(self) -> int:
-        """Returns the minibatches until the next word: a period at the pace of the last one, in whole
-        groups."""
+        """Returns the number of minibatches until the next word, in whole groups. They take about period_s
+        seconds if the pace stays as it was since the last word."""
         now_s = time.monotonic()
         pace = self._num_between / max(now_s - self._spoke_s, 1e-9)
         num_wanted = min(pace * self._period_s, 2 * self._num_between)
@@ -293,7 +295,7 @@ class Asking:
             self._due.append((takes_effect, group))
 
     def finish(self, num_minibatches: int, source: MinibatchSource) -> None:
-        """Reports at the end the minibatches to the callbacks that no question has reported."""
+        """Reports, at the end, the minibatches that no question has reported to the callbacks."""
         if self._asks:
             samples = self._samples_to(num_minibatches, source)
             self._way.ask(Question(num_minibatches, None, [], samples, self._rates()))
@@ -316,7 +318,8 @@ class Asking:
 
 
 class RateChanges:
-    """Changes the learning rates of this worker's stages when an answer wants that. A BoundaryListener."""
+    """Changes the learning rates of this worker's stages when an answer of the callbacks asks for it. A
+    BoundaryListener."""
 
     def __init__(
         self,
@@ -363,16 +366,16 @@ def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:
     rounds = _core.rounds_of(schedule, 0)
     if rounds.num_replicas == 1:
         return 0
-    # The sum counts the round that rank 0 has pushed last, the round that the other replica has begun, and
-    # the rounds by which its weights may be stale.
+    # The sum counts the round that rank 0 has pushed last, the round that another replica has begun, and the
+    # rounds by which that replica's weights may be stale.
     num_rounds = 2 + schedule.staleness + sync_every
     return _in_groups(schedule, _in_flight(schedule) + num_rounds * rounds.minibatches_per_round)
 
 
 def answer_lead(schedule: _core.ScheduleOptions) -> int:
-    """Returns the minibatches from a question's boundary to the boundary of its answer. When stage 0 gets to
-    the second one, the backwards of all minibatches before the question have come back to it. So it knows
-    their losses, and waits for nothing but the callbacks."""
+    """Returns the minibatches from a question's boundary to the boundary of its answer. When stage 0 reaches
+    the answer's boundary, the backwards of all minibatches before the question have come back to stage 0. So
+    it knows their losses, and waits for nothing but the callbacks."""
     if _core.drains_every_minibatch(schedule):
         return 0
     return _in_groups(schedule, _in_flight(schedule))

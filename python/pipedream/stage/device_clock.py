@@ -1,9 +1,11 @@
-"""The device clock measures with device events when a device ran the user's code for each work item.
+"""The device clock finds out when a device ran the user's code of each work item. It uses events that the
+device records.
 
-The host only enqueues work, so its own clock would measure how long launching takes. So one event is
-recorded before the user's first call of an item, and one after the last. Both are read once the device has
-passed them; nothing waits for the device while the pipeline runs. Two events give only the time between
-them, so each item is placed on the host's clock by its distance from the item before.
+The host's clock would only measure how long the host takes to launch work on the device. So one event is
+recorded before the item's first call of user code, and another event after the last call. Both events are
+read once the device has passed them; nothing waits for the device while the pipeline runs. Two events give
+only the time between them. So an item's time on the host's clock is computed from its distance to the item
+before.
 
     host    |launch 0|launch 1|             tell 0 ...
     device     b---- 0 ----e b------ 1 ------e

@@ -1,9 +1,9 @@
 """An evaluation runs the forwards of validation minibatches at the stages of one worker. The last stage
 measures loss and metrics.
 
-    begin     before the first FORWARD of a boundary's minibatch: copies the buffers, tells the core
-    EVALUATE  layers in eval mode, with the weights of the boundary and those buffers
-    the last EVALUATE of a block finds no more minibatches; the last stage then has a result
+    begin          before the first FORWARD after a boundary: copies the buffers, tells the core
+    EVALUATE       runs layers in eval mode, with the weights of the boundary and the copied buffers
+    last EVALUATE  finds no more validation minibatches; the last stage then has a result
 
 Evaluations make no gradients. Layers run on copies of the buffers, so buffers, generators and modes are
 unchanged afterwards. The EVALUATEs of one evaluation form a block, without other items in between. If a stage
@@ -46,7 +46,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class EvaluatedStage:
-    """The parts that one stage evaluates with."""
+    """The parts of one stage that its evaluations use."""
 
     stage: StageModule
     """The stage as the eval-mode forward is cut."""
@@ -240,8 +240,8 @@ class Evaluations:
     # Work items.
 
     def evaluate(self, work: _core.WorkItem) -> list[Tensor]:
-        """Returns the outputs; an empty list at the last stage. The first stage finds out that there are no
-        more minibatches, and tells the others."""
+        """Does one EVALUATE, and returns the outputs; an empty list at the last stage. The first stage finds
+        out that there are no more minibatches, and tells the other stages."""
         stage = work.stage
         if self._running is None:
             self._begin_block(work.minibatch)

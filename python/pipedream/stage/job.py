@@ -110,8 +110,9 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The options of a run. Workers compare them, so they are equal at all workers (common/agreement.py). Two
-    kinds are not compared: the plan, because all take rank 0's, and fields that are declared OWN."""
+    """The options of a run. Workers compare them, so they are equal at all workers (common/agreement.py).
+    Fields that are declared OWN are not compared. Among these is the plan, because all workers take rank
+    0's."""
 
     plan: Plan = field(metadata=OWN)
     loss_fn: Callable[[Any, Any], Tensor] = field(metadata=OWN)

@@ -1,5 +1,5 @@
-"""Errors name the work item that a worker's compute thread is at. This module also has the parts of a report
-that replicas and spares share. Owned by that thread."""
+"""Describes the work item that a worker is doing, for errors. This module also makes parts of the reports of
+replicas and spares. Owned by the worker's compute thread."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The saver copies a worker's stages at boundaries, for checkpoints (boundaries.py).
 
     begin   before the stage's first forward after the boundary   its buffers, the data's position, generators
-    before a backward in between, of a stage that does not stash  the version that its update writes over
-    reach   the update before the boundary is made                versions, optimizer, losses so far
+    before each backward from begin to reach, without stashing    the version that the next update overwrites
+    reach   after the last update before the boundary             versions, optimizer, losses so far
 
         stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary 5, two in flight
                            begin       reach             version 4, which F5 read, has a slot until U5
@@ -263,7 +263,7 @@ class StageSaver:
         }
 
     def _num_own(self, minibatch: int) -> int:
-        """Returns in how many minibatches before this boundary this replica of the last stage has
+        """Returns the number of minibatches before this boundary in which this replica of the last stage has
         microbatches."""
         rounds = _core.rounds_of(self._schedule, self._schedule.num_stages - 1)
         return minibatch // max(1, rounds.num_replicas // self._schedule.num_microbatches)

@@ -200,8 +200,8 @@ class WorkerLoop:
         self._first_gradients = make_first_gradients(place.folder, options.microbatches)
 
     def _make_norms(self) -> dict[int, NormExchange]:
-        """Returns the exchange of norms by stage; empty if no norms are asked for. Where the schedule
-        drains, all stages of this worker share one exchange. Otherwise each stage has its own."""
+        """Returns the exchange of norms by stage; empty if no norms are asked for. If the schedule drains,
+        all stages of this worker share one exchange. Otherwise each stage has its own exchange."""
         if not self._options.measures_gradients:
             return {}
         found: dict[int, NormExchange] = {}
@@ -319,9 +319,10 @@ class WorkerLoop:
         stage_index, last = part.stage.stage_index, self._options.plan.num_stages - 1
         is_first, is_last = stage_index == 0, stage_index == last
         # Data are copied if their memory may change while they are in flight: autograd saves them, and a
-        # recompute reads them again. Stage 0 also copies inputs if its first layer works in place. Such a
-        # layer would change the data of the next epoch at stage 0, but not at the last stage, which reads the
-        # data itself. None: only the first forward shows whether the layer works in place.
+        # recompute reads them again. Stage 0 also copies inputs if its first layer works in place. Otherwise
+        # the layer would change the data that stage 0 reads in the next epoch, and these would differ from
+        # the data that the last stage reads. None: only the first forward shows whether the layer works in
+        # place.
         copies_data = self._data.stream.may_reuse_memory and self._has_several_in_flight(stage_index)
         clones_inputs: bool | None = copies_data
         if is_first and not is_last and not copies_data:
@@ -539,7 +540,7 @@ class WorkerLoop:
 
     def _check_end(self, num_minibatches: int) -> None:
         """Checks that this worker's data end at the same minibatch as the data of the worker that found the
-        end. Without replicas stage 0 finds the end itself, so it checks nothing."""
+        end. Without replicas stage 0 finds the end itself, so stage 0 checks nothing."""
         replicas, looks_ahead = bool(self._servers), self._data.looks_ahead
         for runner in self._runners.values():
             is_told = replicas if runner.is_first else runner.is_last

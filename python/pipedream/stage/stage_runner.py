@@ -115,8 +115,8 @@ class StageRunner:
         self.gradient_slot = 0
         """The slot of the version whose leaves hold the gradients."""
         self.loss_scale = 1.0
-        """The factor of the latest backward's loss, and so of its gradients. If each replica updates with its
-        own gradients only, it is the sum of the weights of its microbatches of the round so far."""
+        """The factor by which the latest backward's loss is multiplied. If each replica updates with its own
+        gradients only: the sum of the weights of the replica's microbatches of the round so far."""
         self._share = 0.0
         self.meter: WorkMeter | None = None
         """Measures forwards, recomputes and backwards while there is one."""

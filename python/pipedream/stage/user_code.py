@@ -4,9 +4,9 @@ minibatch.
 Owned by the worker's compute thread.
 
 After a loss of NaN has failed a run, the last stage's forward runs once more to find where the NaN began.
-Every operation is examined: if an input had a NaN, the result has the same origins. A NaN that does not reach
-the loss is ignored. For example, code between modules may compute a NaN from stand-ins. The search takes the
-time of a forward and about 50 us per operation.
+Every operation is examined. If an input and the result have a NaN, the NaN of the result has the same origins
+as that of the input. A NaN that does not reach the loss is ignored. The search takes the time of a forward
+and about 50 us per operation.
 """
 
 from __future__ import annotations
