@@ -19,8 +19,8 @@ _INDEX_BYTES = 4
 
 
 class CodecOracle:
-    """Encodes and decodes the tensors that cross between stages. Keeps a residual of topk for each
-    of them.
+    """Encodes and decodes the tensors that cross between stages. With topk it keeps a residual for each of
+    them.
     """
 
     def __init__(self, codec: Any) -> None:
@@ -57,9 +57,10 @@ class CodecOracle:
         return self._through_topk(key, share, tensor)
 
     def _through_topk(self, key: Any, share: float, tensor: torch.Tensor) -> torch.Tensor:
-        """Sends the largest elements. Adds what was left out, or rounded away, to the next tensor's elements.
+        """Sends the largest elements. Values that are left out or rounded away are the residual, which is
+        added to the next tensor.
 
-        An element that is not finite leaves nothing over, whether it is sent or not.
+        An element that is not finite leaves no residual, whether it is sent or not.
         """
         total = tensor.flatten().to(_sum_dtype(tensor.dtype), copy=True)
         kept = self._residuals.get(key, torch.zeros_like(total))
@@ -68,7 +69,8 @@ class CodecOracle:
         self._residuals[key] = kept
         kept = kept[: len(total)]
         total += kept
-        # Of equal magnitudes the first ones are sent. Equal parts of an image have equal activations.
+        # If magnitudes are equal, the first elements are sent. Equal parts of an image have equal
+        # activations.
         magnitudes = total.abs().nan_to_num(nan=math.inf, posinf=math.inf)
         largest_first = magnitudes.sort(descending=True, stable=True).indices
         chosen = largest_first[: max(1, math.ceil(share * len(total)))]

@@ -1,4 +1,4 @@
-"""A module of a user's, which odd_script.py imports and changes."""
+"""Stands for a user's own module. odd_script.py imports it and changes its contents."""
 
 # mypy: ignore-errors
 

@@ -1,5 +1,6 @@
-"""A script that sets, replaces and patches under its guard whatever a script may: its losses are the same in
-local workers, under torchrun and in a plain loop. Its groups of oddities are runs of their own.
+"""A script that changes settings, globals and functions under its `if __name__ == "__main__"` guard. Its
+losses must be the same in local workers, under torchrun and in a plain loop. Each such change is called an
+oddity. A group of oddities is one run.
 
     python odd_script.py results.json [NAME ...]     these oddities alone, else all of each group
 """
@@ -139,7 +140,7 @@ def make_optimizer(named_parameters):
     return torch.optim.SGD([group for group in kept if group["params"]], lr=0.1)
 
 
-# The oddities: each sets something for the run that follows, and gives what undoes it, or options of run().
+# Each oddity returns a context. The context makes the change, gives options of run(), and undoes the change.
 
 _ODD = {}
 
@@ -414,7 +415,7 @@ if __name__ == "__main__":
 
 
 def prepared(group, names):
-    """(the model, the options of a run, what undoes the oddities)."""
+    """Returns (the model, options of run(), a context that undoes the oddities)."""
     torch.manual_seed(3)
     model = {"nothing": plain, "code of layers": chain}.get(group, Net)()
     around = contextlib.ExitStack()

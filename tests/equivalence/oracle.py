@@ -40,8 +40,8 @@ def assert_equals_reference(
     """Runs the training at as many ranks as its plan has workers. Returns rank 0's result and state.
 
     native: the pipeline's optimizer, if it is not the oracle's. data: replaces the training's own data, for
-    both. options: for the pipeline only. relative: the allowed difference; by default that of two orders of
-    the same arithmetic. train: the function that the ranks call.
+    both. options: for the pipeline only. relative: the allowed difference; by default the tolerance for
+    another order of additions. train: the function that the ranks call.
     """
     if native is not None:
         options["optimizer"] = native

@@ -1,4 +1,4 @@
-"""Programs that no named schedule gives, and a generator of random ones."""
+"""Programs that no named schedule gives, and a function that draws random programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _steps(short: str, versions: str) -> list[Step]:
 
 _PAIR = _steps("F0 F1 B0 U0 B1 U1", "0 0 0 1 0 2")
 BY_PAIRS = Program(_text([_PAIR, _PAIR, _PAIR], 2))
-"""Each body has two forwards, then two backwards, each with an update after it."""
+"""Each body has two forwards, then twice a backward and its update."""
 
 DRAINS_AFTER_THREE = Program(
     _text(
@@ -54,10 +54,10 @@ DRAINS_AFTER_THREE = Program(
 def drawn_program(seed: int, replicas: Sequence[int] = (), workers: int | None = None) -> Program:
     """Draws a program whose bodies drain.
 
-    Stages go on in a random order, as far as they can. A forward reads any version of its body that exists by
-    then. Some stages without replicas keep only one version, which is the newest. replicas: of each stage; ()
-    draws a number of stages. workers: the number of workers that share the stages; None gives each replica a
-    worker.
+    The next step is that of a random stage that can go on. A forward reads any version of its body that
+    exists by then. Some stages without replicas keep only one version, which is the newest. replicas: the
+    number of replicas of each stage; () draws a number of stages without replicas. workers: the number of
+    workers that share the stages; None gives each replica a worker.
     """
     draw = random.Random(seed)
     replicas = replicas or [1] * draw.randint(2, 4)

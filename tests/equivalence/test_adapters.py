@@ -1,4 +1,5 @@
-"""Adapters (LoRA) of a frozen model: the plain loop's numbers, and nothing kept or sent for frozen weights.
+"""Adapters (LoRA) of a frozen model train with the plain loop's numbers. Nothing is kept or sent for frozen
+weights.
 
 peft's own adapters are among the networks of test_real_networks.py.
 """
@@ -36,7 +37,8 @@ _TWIN = TWINS["transformer"]  # with a head that is tied to its embedding, and t
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer, and the product of two small trained ones beside it (Hu et al., ICLR'22)."""
+    """A frozen linear layer, to whose output two small trained layers in a row are added (Hu et al.,
+    ICLR'22)."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()

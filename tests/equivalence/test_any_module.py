@@ -1,4 +1,4 @@
-"""run() of modules with a forward of their own. It gives the numbers of plain training if the schedule
+"""run() trains modules with a forward of their own. It gives the numbers of plain training if the schedule
 drains, and the oracle's numbers otherwise.
 """
 
@@ -41,7 +41,7 @@ def _plan(name: str, num_stages: int) -> Plan:
 def _train(
     name: str, plan: Plan, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[RunResult, State]:
-    """A rank's part, or a whole local run. Only rank 0 has the right initial weights."""
+    """Trains at this rank, or in local workers. Only rank 0 has the right initial weights."""
     twin = TWINS[name]
     model = twin.model(dtype)
     if not is_rank_0():
@@ -274,7 +274,7 @@ def test_a_stage_that_sees_another_course_of_the_forward_names_the_call() -> Non
 
 
 class _ReadsLater(nn.Module):
-    """A model whose last code reads a parameter of its first module, without a gradient, if inputs
+    """A model whose forward ends by reading a parameter of the first module, without a gradient, if inputs
     are long.
     """
 
@@ -303,7 +303,8 @@ def test_what_a_later_minibatch_alone_reads_of_another_stage_shows_in_its_loss(f
 
 
 class _Scores(nn.Module):
-    """Scores each token of texts (samples, length), with a skip of that shape around its middle."""
+    """Scores each token of texts of shape (samples, length). A skip connection leads around the middle
+    layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +411,7 @@ def test_a_tensor_that_later_minibatches_lack_crosses_as_none(farm: Farm) -> Non
 
 
 def test_a_tensor_where_the_first_minibatch_has_none_is_refused_by_name(farm: Farm) -> None:
-    """The tensor was once dropped behind the cut without a word, in the oracle too."""
+    """The tensor was once silently dropped at the cut, in the oracle too."""
     plan, padded = straight_plan(3, (1,)), (False, False, True)
     outcomes = farm.run(_train_masked, plan, padded, num_ranks=2)
     named = "minibatch 2: the value[1] is a Tensor, and None in the first minibatch"

@@ -53,7 +53,8 @@ def _check(result: RunResult, state: State, training: Training, **options: Any) 
 
 
 def _check_orders(result: RunResult, training: Training) -> None:
-    """Asserts that each shard has each gradient once, and that each read has the reading replica's own."""
+    """Asserts that each shard has each gradient once. Also asserts that a version that is read contains at
+    least as many gradients as its number says."""
     num_minibatches = len(result.losses)
     for stage, orders in enumerate(result.update_orders):
         num_replicas = training.plan.stages[stage].num_replicas

@@ -46,7 +46,7 @@ def _train(training: Training, **options: Any) -> tuple[State, list[float], dict
 
 
 def _train_plainly(training: Training) -> tuple[State, list[float]]:
-    """Trains in a plain loop. Also returns the sum of the averaged model's outputs after each epoch."""
+    """Trains in a plain loop. Returns the averages, and the averaged model's metric after each epoch."""
     model = training.model()
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(_DECAY))
     optimizer = training.optimizer(model.parameters())

@@ -17,7 +17,8 @@ _Event = tuple[str, int, int, int, int, int]
 
 
 class _Recorder:
-    """Notes each call with the stage's forwards and updates so far."""
+    """Records each call of begin() and reach(), with the stage's newest forward and its number of updates so
+    far."""
 
     def __init__(self) -> None:
         self.events: list[_Event] = []

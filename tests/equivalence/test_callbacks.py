@@ -164,7 +164,7 @@ def test_a_rate_that_a_callback_halves_falls_at_all_stages_at_the_same_update(
 
 
 class _Watching(Callback):
-    """Asks at the end of an epoch for what is in `wishes`."""
+    """Answers each epoch with its decision in `wishes`, and records the reports."""
 
     wants_gradient_norms = True
 
@@ -233,7 +233,7 @@ def test_callbacks_ask_for_evaluations_and_checkpoints_at_a_stated_minibatch(
         (report.minibatch, report.loss, report.metrics["mean"], report.samples)
         for report in watching.evaluations
     ] == [(each.minibatch, each.loss, each.metrics["mean"], each.samples) for each in result.validation]
-    # One that a decision asked for is told at the boundary after it.
+    # An evaluation that a decision asked for is reported at the boundary after the evaluation.
     for report in watching.evaluations:
         due = report.minibatch + lead + (rounds if report.minibatch in asked - planned else 0)
         assert report.takes_effect == due or (due >= 24 and report.takes_effect is None)
@@ -303,8 +303,8 @@ def test_tensorboards_files_have_the_losses_of_all_minibatches(tmp_path: Path) -
 
 
 class _Counting(Callback):
-    """Decides by all that it was told: halves the rate after each epoch whose loss rose, and asks now and
-    then for more."""
+    """Records all reports. Its rate factors depend on the number of reports so far, so a lost or repeated
+    report would change the training."""
 
     every = 2
 

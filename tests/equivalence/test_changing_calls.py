@@ -27,7 +27,8 @@ _RELATIVE = 1e-9
 
 
 def _data(name: str) -> list[Any]:
-    """Returns no short last minibatch: its microbatches would be too small for a batch norm."""
+    """Returns minibatches of equal size, because the microbatches of a short one would be too small for a
+    batch norm."""
     return CHANGING[name].data(_NUM_MINIBATCHES + 1)[:-1]
 
 
@@ -83,7 +84,8 @@ def _train_plainly(model: nn.Module, data: Iterable[Any], loss_fn: LossFunction)
 def test_what_a_later_minibatch_calls_or_leaves_out_within_a_stage_trains_as_in_a_plain_loop(
     farm: Farm, name: str, cuts: tuple[str, ...]
 ) -> None:
-    """Parameters of such a module were once NaN at every stage but the last."""
+    """Parameters of a module that the first minibatch had not called were once NaN, except at the last
+    stage."""
     result, state = farm.results(_train, name, _plan(name, *cuts), num_ranks=len(cuts) + 1, schedule="flush")[
         0
     ]
@@ -138,7 +140,7 @@ def test_bart_with_layer_drop_trains_as_in_a_plain_loop(farm: Farm, cuts: tuple[
     result, state = farm.results(_train_bart, plan, num_ranks=num_stages)[0]
     losses = _train_plainly(model, data, own_loss)
     assert_close_losses(result.losses, losses, _RELATIVE)
-    # The gradient of an attention's key bias is nothing but rounding.
+    # The gradient of an attention's key bias is only rounding error, so this bias is not compared.
     expected = {name: tensor for name, tensor in state_of(model).items() if "k_proj.bias" not in name}
     assert_close_state({name: state[name] for name in expected}, expected, _RELATIVE)
 

@@ -1,4 +1,4 @@
-"""A run that continues from any of its checkpoints ends as one without a break, to the last bit."""
+"""A run that continues from any of its checkpoints ends as an unbroken run does, to the last bit."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_every_pair_that_an_allowed_row_holds_is_held_by_an_allowed_row(
     refused = random.sample(everything, len(everything) // 4)
 
     def allowed(row: dict[str, Any]) -> bool:
-        # A partial row is refused where all that it may become is.
+        # A partial row is refused if every whole row that completes it is refused.
         return any(row.items() <= other.items() for other in everything if other not in refused)
 
     rows = covering_rows(factors, allowed)

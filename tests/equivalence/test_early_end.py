@@ -1,4 +1,4 @@
-"""A run that is stopped early returns the model at one common version: that of a run of fewer minibatches."""
+"""A run that is stopped early returns the same model as a run that has only these minibatches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from training import State, Training, train_by_reference, train_in_pipeline
 
 
 class _Interrupted:
-    """Minibatches; when the rank reads this one it gets Ctrl-C, as all ranks of torchrun do."""
+    """Minibatches. When one of `ranks` reads this minibatch, it gets a Ctrl-C. torchrun sends one to all
+    ranks."""
 
     def __init__(self, training: Training, minibatch: int, ranks: tuple[int, ...]) -> None:
         self._batches = list(training.data())

@@ -82,8 +82,8 @@ def test_a_shuffling_loader_over_several_epochs_with_a_short_batch_gives_the_ref
     farm: Farm, case_name: str, num_stages: int
 ) -> None:
     training = Training(case_name, num_stages, epochs=3, num_minibatches=4, shuffled=True)
-    # All batches have the same size. A shuffle could put a short one first, and later ones must not be
-    # larger.
+    # All batches have the same size. A shuffle could put a short batch first, and the pipeline would drain
+    # for the larger ones.
     training = replace(training, short_last=False)
     result, _ = assert_equals_reference(farm, training)
     epochs = [result.losses[first : first + 4] for first in (0, 4, 8)]
@@ -169,7 +169,7 @@ class OnFirst(torch.nn.Module):
 
 
 class Meet(torch.nn.Module):
-    """Uses the tensor that was passed on, integers beside it, and has a parameter that no loss depends on."""
+    """Uses both tensors, also returns integers, and has a parameter that no loss depends on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""A run that goes on from another's state. Both together give the numbers of one run, to the last bit."""
+"""A run continues from the state of an earlier run. Both together give the numbers of one run, to the last
+bit."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _falling = functools.partial(
 def _train_in_parts(
     training: Training, epochs: Sequence[int], **options: Any
 ) -> tuple[list[float], list[Any], State, list[dict[str, Tensor]]]:
-    """Trains in one run for each number of epochs.
+    """Trains in several runs, each from the state of the one before. epochs: the number of epochs of each
+    run.
 
     Returns losses, versions, weights with buffers, and the tensors of this rank's part of the last state.
     """
@@ -246,7 +248,8 @@ def test_local_workers_go_on_from_files(is_forwarded: bool, one_thread: None) ->
 def _go_on(how: dict[str, Any], change: float = 0.0) -> str:
     """Returns the error with which the second run is refused, or "" if it is not.
 
-    how: further arguments of the second run. change: what is added to its first parameter.
+    how: further arguments of the second run. change: a number that is added to the model between the two
+    runs.
     """
     training = Training("cnn", 2, num_minibatches=3)
     model, arguments = training.model(), training.options() | {"progress": False}

@@ -1,5 +1,6 @@
 """A dropout mask depends only on its place in the model and on its microbatch. So every cut, number of
-replicas, schedule and recompute trains with the same masks. Optimizers and backwards draw stage by stage.
+replicas, schedule and recompute trains with the same masks. The random draws of optimizers and backwards
+depend on the stage.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """GPT-2 with dropout in every place. checkpoints: its blocks checkpoint themselves."""
+    """GPT-2 with dropout in every place. checkpoints: whether its blocks use activation checkpointing."""
 
     def __init__(self, *, checkpoints: bool = False) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Network(nn.Module):
 
 
 class _Coder(nn.Module):
-    """A part of BART: its own code drops layers, and draws dropout between them."""
+    """A part like one of BART. Its code drops whole layers at random, and applies dropout between layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class _Coder(nn.Module):
 
 
 class DrawingBetween(nn.Module):
-    """BART with layer drop. Dropout between its modules is needed after the coder, too."""
+    """A model like BART with layer drop. The result of the first dropout is used again after the coder."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,8 +47,8 @@ _halving = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma
 
 
 class _Growing:
-    """Minibatches of these sizes, epoch by epoch, in no list: run() cannot look at all of them before the
-    training.
+    """Yields minibatches of these sizes, epoch by epoch. It is not a list, so run() cannot look at all of
+    them before the training.
     """
 
     def __init__(self, case: Case, *epochs: Sequence[int], dtype: torch.dtype = torch.float64) -> None:
@@ -184,7 +184,7 @@ def test_optimizers_keep_their_state_and_rates_their_schedule(
         ((1, 2), {"sync": "ssp", "staleness": 1}, [2, 6]),
         ((2, 1), {"sync": "allreduce"}, [2, 6]),
         ((2, 2), {"sync": "allreduce", "schedule": "flush"}, [2, 6]),
-        # Within a group, and at the end of one.
+        # The pipeline drains between two means of the weights, or right after one.
         ((2, 1), {"sync_every": 2}, [2, 6]),
         ((2, 1), {"sync_every": 3}, [2, 6]),
         ((1, 2, 1), {"sync_every": 3, "schedule": "vertical_sync"}, [2, 6]),
@@ -216,7 +216,8 @@ def test_replicas_finish_their_rounds_before(
 def test_the_loss_scale_of_float16_goes_on(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
-    """The loss scale goes on, and so do overflows that nobody has been told of."""
+    """The loss scale stays as it was before the drain. Overflows that were not reported before the drain are
+    reported after it."""
     how = {"autocast": "float16", "dtype": torch.float32, "replicas": replicas, **how}
     training = Overflowing("mlp", len(replicas), optimizer=functools.partial(CountingSGD, lr=1e-3), **how)
     multiple = math.lcm(*replicas)
@@ -321,7 +322,8 @@ def _larger(case: Case) -> list[Batch]:
 
 
 class _OneMemory:
-    """Yields all minibatches of a size in the same memory. Each one overwrites the one before."""
+    """Yields all minibatches of a size in the same memory, so each overwrites the previous one of its
+    size."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
@@ -481,8 +483,8 @@ def test_a_kind_with_fewer_samples_than_microbatches_is_planned_for(farm: Farm) 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_as_many_elements_of_another_shape_are_planned_for(farm: Farm, num_replicas: int) -> None:
-    # After (16, 16), (2, 128) was once taken for equally large. It took 8 times the memory that was
-    # predicted.
+    # (2, 128) has as many elements as (16, 16), and was once taken for equally large. It needed 8 times the
+    # predicted memory.
     shapes = [_WIDE, _WIDE, _LONG, _WIDE]
     ranks = num_replicas + 1
     result = farm.results(train_budget, *shapes, num_ranks=ranks, num_replicas=num_replicas)[0]
@@ -562,7 +564,7 @@ def test_one_that_does_not_fit_is_refused_by_its_shapes_and_every_term(farm: Far
 
 
 def test_one_worker_with_a_limit_plans_again_and_refuses_too(farm: Farm) -> None:
-    # One worker once took what it needed without a word, because there is no cut that its inputs must fit.
+    # A single worker once ignored the limit for a larger minibatch, because sizes were only checked at cuts.
     large = farm.results(_train_rows, 512, 2048, 512, num_ranks=1, num_stages=1, memory="1GiB")[0]
     assert large.drained_at == [1]
     assert_memory_as_predicted(large)
@@ -588,9 +590,7 @@ def test_recompute_is_chosen_again(farm: Farm) -> None:
 
 
 def _count_pools() -> list[tuple[int, int]]:
-    """Trains. Returns (alive loops, alive slots of weight versions) at each minibatch, as the stage here sees
-    them.
-    """
+    """Trains. Returns the (loops, slots of weight versions) that are alive in this process at each forward."""
     loops: list[weakref.ref[Any]] = []
     slots: list[weakref.ref[Any]] = []
     make_loop, make_versions = stage_loop.WorkerLoop.__init__, weights.WeightVersions.__init__
@@ -631,7 +631,7 @@ def test_the_pool_of_one_plan_is_gone_before_the_next_is_made(farm: Farm) -> Non
 
 
 class _UnlikeAtRank1(_Rows):
-    """The third minibatch is larger at the first stage's worker alone."""
+    """Minibatches of which the third has fewer samples at rank 1 than at rank 0."""
 
     def __iter__(self) -> Iterator[Batch]:
         for index, batch in enumerate(super().__iter__()):

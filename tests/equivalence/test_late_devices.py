@@ -1,5 +1,5 @@
-"""A run whose losses are read late, and whose items a device times, has the same numbers. A stand-in plays
-the device.
+"""A run has the same numbers if its losses are read late and a device times its items. A stand-in plays the
+device.
 
 On the host, the work is done when a call returns. The stand-in reports the end only later, as a GPU would.
 """
@@ -101,7 +101,7 @@ def _until_infinite(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 def _train_to_a_stop(schedule: str) -> tuple[list[float], list[float], bool]:
     """Trains until a loss is infinite. Returns (losses so far, weights, whether all weights are finite).
 
-    Updates of the minibatches before have been made, as far as the schedule has come.
+    By then, the schedule has made the updates of some earlier minibatches.
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

@@ -86,7 +86,8 @@ def test_a_stream_of_unknown_length_is_iterated_by_the_caller_and_forwarded_whol
 
 
 def test_a_generator_is_cut_into_microbatches_for_workers_of_several_stages() -> None:
-    # The first worker has stages 0 and 2, the second 1 and 3; 6 samples in 4 microbatches leave one empty.
+    # The first worker has stages 0 and 2, the second has stages 1 and 3. 6 samples in 4 microbatches leave
+    # one microbatch empty.
     training = Training("cnn", 4, num_minibatches=5, short_last=False, schedule="interleaved", microbatches=4)
     result, state = train_in_pipeline(training, data=iter(training.data()), recompute=[1])
     expected, expected_state = train_by_reference(training)
@@ -191,7 +192,7 @@ class Collecting(nn.Module):
 
 
 def test_a_module_that_is_cut_finds_in_a_worker_what_its_library_keeps_of_its_class() -> None:
-    # Every model of transformers once ended the run at this look-up, because what is cut is no module itself.
+    # This look-up once failed in workers for every model of transformers, and so ended the run.
     batches = [(torch.randn(2, 4), torch.randint(3, (2,)))] * 2
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     cross_entropy = nn.functional.cross_entropy
@@ -241,7 +242,7 @@ def test_lambdas_and_hooks_made_in_functions_train_as_a_plain_loop() -> None:
 
 
 class Noise:
-    """A shuffled order, and noise on every minibatch, from the global generators."""
+    """Data in a shuffled order, with noise on every minibatch. Both are drawn from the global generators."""
 
     def __init__(self, batches: Iterable[Any], held: Any = None) -> None:
         self._batches = list(batches)
@@ -303,7 +304,8 @@ def test_a_loaders_own_generator_goes_on_from_run_to_run_as_in_a_plain_loop() ->
 
 
 class _FailingAfterwards(torch.utils.data.SequentialSampler):
-    """Fails when a worker asks for its generator after the training."""
+    """A sampler that raises an error in a worker, but only after the training: the worker then reads
+    `generator`."""
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
@@ -316,7 +318,7 @@ class _FailingAfterwards(torch.utils.data.SequentialSampler):
 
 
 def test_a_run_that_fails_when_all_is_trained_leaves_the_weights_in_the_model(tmp_path: Path) -> None:
-    """Leaves no room to save the weights either; nothing may stay half written."""
+    """In the last of the runs, the weights cannot be saved either. No file may stay half written."""
     (tmp_path / "model-00002-of-00002.safetensors.part").symlink_to("/dev/full")
     inputs, targets = torch.randn(16, 4), torch.randn(16, 2)
     dataset = TensorDataset(inputs, targets)

@@ -1,4 +1,4 @@
-"""run(memory=...): what fits, what makes recompute necessary, what is refused.
+"""Tests run(memory=...): runs that fit, runs that fit only with recompute, and runs that are refused.
 
 Peaks are compared with predictions in models whose memory is mostly activations, not constants.
 """
@@ -94,7 +94,7 @@ def _train_wide(optimizer: str) -> RunResult:
     return pipedream.run(model, Plan.straight(2, 2), progress=False, **arguments)
 
 
-# Adam's two temporaries are the denominator, and the square root from which it is made.
+# Adam has two temporaries: the denominator, and the square root from which the denominator is made.
 @pytest.mark.parametrize(
     ("optimizer", "num_temporaries"), [("sgd", 0), ("adam", 2), ("native adamw", 0)], ids=str
 )
@@ -113,7 +113,7 @@ def test_what_an_update_makes_and_drops_is_within_the_largest_transient(
 def test_a_round_of_several_minibatches_stays_within_its_prediction(
     farm: Farm, replicas: tuple[int, ...]
 ) -> None:
-    """Gradients of the second are added to those of the first, and each backward is of the loss itself."""
+    """Gradients of the round's later minibatches are added to those of the first."""
     stages = zip(Plan.straight(16, 2).stages, replicas, strict=True)
     plan = Plan(tuple(replace(stage, num_replicas=count) for stage, count in stages))
     for result in farm.results(_train_plan, plan, num_ranks=sum(replicas), schedule="flush"):
@@ -186,7 +186,8 @@ def test_a_worker_that_does_not_fit_is_named_with_its_terms_and_the_excess(farm:
         assert isinstance(outcome.error, ValueError), outcome
         said = str(outcome.error)
         assert "\n" not in said
-        # Any stage may be the first to say so. The constants of the channels alone take more than 1 MiB.
+        # Any stage may be the first to report this. The constant memory of the channels alone is more than 1
+        # MiB.
         assert re.match(
             r"memory is 1\.00 MiB, but stage \d \(rank \d\) needs [\d.]+ MiB, [\d.]+ MiB more", said
         )

@@ -27,7 +27,7 @@ class _OfWholeTensors(torch.optim.SGD):
 
 
 class _Job:
-    """A model, a plan and options, drawn from a seed, so that every rank has the same."""
+    """A model, a plan and options, drawn from a seed. So all ranks draw the same job."""
 
     def __init__(self, number: int) -> None:
         draw = random.Random(number)
@@ -51,7 +51,7 @@ class _Job:
         self.batch_size = draw.choice((4, 8, 64))
 
     def _layers(self, draw: random.Random, count: int) -> list[nn.Module]:
-        """Each with parameters, of some or of many small ones."""
+        """Returns layers of random kinds and sizes. Each has parameters."""
         layers: list[nn.Module] = []
         for _ in range(count):
             inside = draw.choice((1, 7, 33, 200))

@@ -1,5 +1,5 @@
-"""run() of models on the meta device: each worker makes its own stages' weights, from which it trains as a
-plain loop does from those of the whole model."""
+"""run() trains models on the meta device. Each worker makes the weights of its own stages, and the run has
+the numbers of a plain loop over the whole model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def _read(name: str, folder: Path) -> State:
 def test_stages_that_make_their_own_weights_train_as_the_whole_model_does(
     farm: Farm, name: str, num_stages: int, tmp_path: Path
 ) -> None:
-    """Batch norm and skips; tied weights across stages and a buffer that no state_dict holds."""
+    """One model has batch norm and skips. The other has weights tied across stages, and a buffer that is not
+    in its state_dict."""
     outcomes = farm.results(_train, name, _plan(name, num_stages), num_ranks=num_stages, save=tmp_path)
     losses, state = _train_plainly(name)
     assert_close_losses(outcomes[0][0].losses, losses, _RELATIVE)
@@ -110,7 +111,8 @@ def test_replicas_save_one_stage_and_the_means_of_their_buffers(farm: Farm, tmp_
 
 
 def test_a_stage_that_cannot_save_keeps_its_weights_where_the_error_says(farm: Farm, tmp_path: Path) -> None:
-    # They were lost, and the folder had those of the other stage beside an earlier run's.
+    # The weights of stage 1 were once lost, and the folder had those of stage 0 beside files of an earlier
+    # run.
     saved, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
     saved.mkdir()
     elsewhere.mkdir()

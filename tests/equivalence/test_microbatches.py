@@ -146,7 +146,7 @@ def test_given_microbatches_accumulate_gradients_as_a_plain_loop_does(farm: Farm
 
 
 def _accumulate(training: Training, data: Iterable[Microbatches]) -> tuple[list[float], State]:
-    """The plain loop that takes the batches one by one."""
+    """Trains in a plain loop that runs the microbatches one by one and adds up their gradients."""
     model = training.model()
     optimizer, losses = training.optimizer(model.parameters()), []
     for minibatch in data:
