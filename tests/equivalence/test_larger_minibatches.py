@@ -470,7 +470,9 @@ def _train_with_two_kinds(*shapes: tuple[int, int]) -> RunResult:
 
 
 def test_one_kind_too_many_is_planned_for_as_large_as_the_one_that_is_smallest_with_it(farm: Farm) -> None:
-    # Planned for together are (6, 64) with (2, 128), and then (17, 2) with (16, 16).
+    # The plan has two kinds of shapes, (2, 128) and (16, 16), and may not have a third. So (6, 64) is planned
+    # for together with (2, 128), and
+    # then (17, 2) together with (16, 16).
     shapes = [_WIDE, (6, 64), (6, 128), (17, 2), (17, 16)]
     result = farm.results(_train_with_two_kinds, *shapes, num_ranks=2)[0]
     assert result.drained_at == [1, 3]
@@ -590,7 +592,8 @@ def test_recompute_is_chosen_again(farm: Farm) -> None:
 
 
 def _count_pools() -> list[tuple[int, int]]:
-    """Trains. Returns the (loops, slots of weight versions) that are alive in this process at each forward."""
+    """Trains. Returns the numbers of (loops, slots of weight versions) that are alive in this process at each
+    forward."""
     loops: list[weakref.ref[Any]] = []
     slots: list[weakref.ref[Any]] = []
     make_loop, make_versions = stage_loop.WorkerLoop.__init__, weights.WeightVersions.__init__

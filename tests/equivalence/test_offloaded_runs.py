@@ -83,7 +83,7 @@ def _assert_equals_reference(
 
 _BOTH, _NOTHING = ["versions", "activations"], list[str]()
 
-# For each schedule: m; which of 4 stages have microbatches waiting; which of them keep more than three
+# For each schedule: m; those of the 4 stages that have microbatches waiting; those that keep more than three
 # versions.
 _SCHEDULES: dict[str, tuple[int, set[int], set[int]]] = {
     "pipedream": (1, {0, 1, 2}, {0}),
@@ -95,8 +95,8 @@ _SCHEDULES: dict[str, tuple[int, set[int], set[int]]] = {
     "interleaved": (4, {0, 1, 2}, set()),
 }
 # For each model: the stages whose graphs hold more than inputs and weights, and the stages with weights of
-# their own. An embedding saves its indices, an in-place ReLU works in what it received, and a tied weight
-# stays on the device.
+# their own. An embedding saves only its input, an in-place ReLU saves only the tensor that it received, and a
+# tied weight stays on the device.
 _CASES: dict[str, tuple[set[int], set[int]]] = {
     "cnn": ({0, 2, 3}, {0, 2, 3}),
     "transformer": ({1, 2, 3}, {0, 1, 2, 3}),
@@ -105,7 +105,7 @@ _CASES: dict[str, tuple[set[int], set[int]]] = {
 }
 
 
-# Each schedule has two models. Each model has three or four schedules.
+# Each schedule is tested with two models, and each model with three or four schedules.
 _PAIRS = [
     (list(_CASES)[(i + shift) % len(_CASES)], schedule)
     for i, schedule in enumerate(_SCHEDULES)
@@ -249,7 +249,7 @@ def _huge_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class Checkpointed(nn.Module):
-    """Runs its layer again in the backward, by torch's own means."""
+    """A layer with torch's activation checkpointing, which runs the layer again in the backward."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -307,8 +307,8 @@ def test_the_device_keeps_two_microbatches_and_no_more_than_is_predicted(
     here, there = offloaded.memory[0], plain.memory[0]
     for term in (STASH, TRANSIENT):
         assert here[term]["peak"] <= here[term]["predicted"], term
-    # Six microbatches are in flight. The device has the one whose backward is next, one that comes or goes,
-    # and outputs that wait to be sent.
+    # Six microbatches are in flight. The device has the activations of the microbatch whose backward is next,
+    # of one microbatch that is being moved, and outputs that wait to be sent.
     sums = [sum(memory[term]["peak"] for term in (STASH, TRANSIENT)) for memory in (here, there)]
     assert 0 < sums[0] < 0.6 * sums[1]
     assert _planned(here, OFFLOADED_ACTIVATIONS) > 0
@@ -338,8 +338,8 @@ def _train_and_watch_outputs(training: Training) -> list[int]:
 def test_an_output_is_kept_for_its_send_only(farm: Farm) -> None:
     training = Training("mlp", 2, in_flight=(4, 1), num_minibatches=6, short_last=False)
     first, _ = farm.results(_train_and_watch_outputs, training, num_ranks=2)
-    # The backward of the first microbatch comes next, so its output stays: six samples of 16 numbers. Of
-    # every other output one element stands for all.
+    # The backward of the first microbatch comes next, so its output stays: six samples of 16 numbers. Every
+    # other output is reduced to one element.
     assert first == [6 * 16 * 8] + [8] * 5
 
 

@@ -1,4 +1,4 @@
-"""One stage is plain PyTorch training, bit for bit, random numbers included."""
+"""A run with one stage equals plain PyTorch training bit for bit, including its random numbers."""
 
 from __future__ import annotations
 

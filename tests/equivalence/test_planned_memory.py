@@ -1,8 +1,8 @@
-"""Compares the memory that partition(memory=...) plans with what a run predicts for itself, for drawn models,
-plans and optimizers.
+"""Compares the memory that partition(memory=...) plans with the memory that the run predicts, for random
+models, plans and optimizers.
 
-A plan never has less, so that every planned run fits. It has little more, so that a run that would fit is
-planned.
+A plan never has less memory than its run predicts, so every planned run fits. It has only a little more, so
+that partition() does not refuse a run that would fit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _OfWholeTensors(torch.optim.SGD):
     """A subclass may look at whole tensors, so its shards are whole tensors."""
 
 
-# By what an optimizer keeps of the weights, and whether its shards are of whole tensors.
+# By name: the optimizer, the copies of the weights in its state, and whether its shards are whole tensors.
 _OPTIMIZERS: dict[str, tuple[Any, float, bool]] = {
     "sgd": (functools.partial(torch.optim.SGD, lr=1e-4), 0.0, False),
     "momentum": (functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9), 1.0, False),
@@ -58,7 +58,7 @@ _CODECS: tuple[Any, ...] = ("bf16", {"gradients": "topk:0.1"}, {"activations": "
 
 
 class _Job:
-    """A model, a plan and options, drawn from a seed, so that every rank has the same."""
+    """A model, a plan and options, drawn from a seed. So all ranks draw the same job."""
 
     ends: tuple[int, ...] = (16, 96, 256, 512)
     inner: tuple[int, ...] = ends
@@ -104,7 +104,7 @@ class _Job:
 
 
 class _CutJob(_Job):
-    """A job with microbatches, and with replicas that are in step."""
+    """A job with microbatches and with sync="bsp"."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -113,7 +113,7 @@ class _CutJob(_Job):
 
 
 class _EncodedJob(_CutJob):
-    """A job with codecs, few data, and much that crosses."""
+    """A job with codecs. Its data are small, and its cuts are wide."""
 
     ends, inner = (8,), (512,)
 
@@ -145,8 +145,9 @@ def train_drawn(kind: str, number: int, plan: Plan) -> RunResult:
 
 
 def _temporaries_bytes(job: _Job) -> int:
-    """Bytes of an optimizer's temporaries in the step of one layer. A plan counts them for every optimizer;
-    the native ones make none. Asynchronous shards count a second step."""
+    """Returns the bytes that a plan counts for a native optimizer and that the run does not need: temporaries
+    of a step of the largest layer. A plan counts two steps for asynchronous shards. Returns 0 for other
+    optimizers."""
     _, copies, _ = _OPTIMIZERS[job.optimizer]
     num_steps = 2 if job.sync["sync"] == "asp" else 1
     return num_steps * int(copies) * job.largest_bytes if "native" in job.optimizer else 0

@@ -1,7 +1,7 @@
-"""Memory that nobody may read is filled with NaN under PIPEDREAM_POISON=1: right runs do not notice, and a
-use after release does not pass.
+"""With PIPEDREAM_POISON=1, memory that nobody may read is filled with NaN. Correct runs give the same
+numbers, and a use of released memory makes the loss NaN.
 
-Each bug below is put into the ranks by hand, and passes in silence without the poison.
+The tests put each bug below into the ranks. Without the poison, some of the bugs are not noticed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _read_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def _use_activations_after_their_release(patch: pytest.MonkeyPatch) -> None:
-    """Makes each forward read its inputs where they lay, after their slot was given back."""
+    """Makes each forward read its inputs from their slot after the slot was released."""
 
     def alias_of(tensor: Tensor) -> Tensor:
         memory = (ctypes.c_byte * tensor.untyped_storage().nbytes()).from_address(tensor.data_ptr())
@@ -94,7 +94,7 @@ def _use_activations_after_their_release(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StageRunner, "forward", wrong)
 
 
-# Each bug, and the error after the training if there is no poison. None: no error.
+# Each bug, and the error that a run without poison gives after the training; None: no error.
 _BUGS = [
     (_update_from_the_released_version, None),
     (_read_before_it_is_written, "went to a weight version that its backward did not read"),
@@ -110,8 +110,8 @@ def test_a_use_of_memory_that_nobody_may_read_is_caught_under_poison_at_once(
     for outcome in farm.run(_train, training, True, bug, num_ranks=2):
         assert isinstance(outcome.error, NonFiniteLoss), outcome
         assert "is nan" in str(outcome.error)
-    # Without poison the run goes through if no check finds the bug. Its numbers are finite and wrong, or
-    # right by luck.
+    # Without poison the run ends without an error, unless another check finds the bug. Its numbers are
+    # finite, but may be wrong.
     for outcome in farm.run(_train, training, False, bug, num_ranks=2):
         if told is None:
             assert outcome.error is None

@@ -1,5 +1,5 @@
-"""A version that replicas pull lands directly in its slot, while nobody reads that slot. It needs no other
-slots.
+"""Pulled versions are received directly into their slots while nobody reads these slots. They need no other
+memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _train_late(
 ) -> tuple[RunResult, State]:
     """Trains while every rank is late at random before and after each forward, backward, push and update.
 
-    So a rank is also late before it waits for gradients and versions. poison: slots that nobody may read are
-    NaN, so that versions land from the update on.
+    So a rank is also late before it waits for gradients and versions. poison: whether slots that nobody may
+    read are filled with NaN. If so, the next version is received only from the update on.
     """
     rank = int(os.environ.get("RANK", "0"))
     draws = random.Random(late_seed * 100 + rank)
@@ -87,8 +87,8 @@ def test_no_forward_mixes_versions_however_late_one_is(
 
 @pytest.mark.parametrize("case_name", ["mlp", "tied_apart"])
 def test_a_replica_may_read_versions_many_rounds_late(farm: Farm, case_name: str) -> None:
-    # As many versions may wait for a replica as it keeps. A channel once had room only for what is in flight
-    # at the stage itself. The ring of places was then full, which ended the run.
+    # As many versions may wait for a replica as the replica keeps. A channel once had only as many places as
+    # its own stage has minibatches in flight. It became full, and the run ended.
     training = _training(
         case_name, (1, 2), num_minibatches=31, short_last=False, schedule="vertical_sync", in_flight=(12, 1)
     )
@@ -105,7 +105,7 @@ def test_native_optimizers_read_what_has_landed_however_late_one_is(farm: Farm) 
 
 
 def _slots(result: RunResult) -> dict[str, int | None]:
-    """Peak bytes of the slots for what the owners of shards send."""
+    """Returns the peak bytes of the slots for versions that owners of shards send, by memory term."""
     return {
         name: row["peak"]
         for terms in result.memory
@@ -150,7 +150,8 @@ def test_a_version_that_lands_elsewhere_is_caught_under_poison(farm: Farm) -> No
 
 
 def _num_crossings(num_replicas: int, num_chunks: int, num_rounds: int) -> int:
-    """Counts the calls of the core by one replica that trains a weight with so many chunks for each owner."""
+    """Trains a weight that has num_chunks chunks for each owner. Returns how many calls of the core this
+    replica made."""
     count = 0
 
     def counted(method: Any) -> Any:
@@ -191,6 +192,7 @@ def _crossings_per_round(farm: Farm, num_replicas: int, num_chunks: int) -> floa
 def test_calls_of_the_core_grow_with_the_own_chunks_and_not_with_the_replicas(farm: Farm) -> None:
     with_two = _crossings_per_round(farm, 2, 1)
     assert _crossings_per_round(farm, 4, 1) == with_two
-    # Two more own chunks: each takes a call for its mean and one for its version.
+    # With two more chunks of its own, a replica makes four more calls: for each chunk one for the mean, and
+    # one for the version.
     assert _crossings_per_round(farm, 2, 3) == with_two + 2 * 2
     assert with_two < 25

@@ -1,4 +1,4 @@
-"""A program that somebody has written trains with the oracle's numbers, whatever its order and versions."""
+"""A program that a user has written trains with the oracle's numbers, whatever its order and versions."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_program_of_interleaved_stages_trains_as_it_does(farm: Farm, how: di
     ids=["pairs", "drains", "replicas", "dealt", "flush", "pipedream"],
 )
 def test_a_program_scales_losses_of_float16_as_the_reference_does(farm: Farm, program: Program) -> None:
-    """Stages learn of an overflow when their lists let them."""
+    """The order of a stage's list decides when the stage learns of an overflow."""
     training = Overflowing(
         "mlp",
         program.num_stages,
@@ -164,7 +164,8 @@ def _rounds_of(program: Program) -> list[int]:
 
 
 class _Growing:
-    """Minibatches that nobody can look at before they come, the fifth twice as large."""
+    """Minibatches of which the fifth and the last are twice as large. They are not a list, so run() cannot
+    look at them before the training."""
 
     def __iter__(self) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(0)

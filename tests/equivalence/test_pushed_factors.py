@@ -1,4 +1,5 @@
-"""Gradients that are pushed as factors: the oracle's numbers, equal replicas, fewer bytes."""
+"""If gradients are pushed as factors, a run has the oracle's numbers, equal replicas, and sends fewer
+bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training
     return Training(case_name, len(replicas), replicas=replicas, **how)
 
 
-# 7 minibatches, of which the last has half the samples, and with 2 or 3 replicas is alone in its round.
+# By default there are 7 minibatches. The last has half the samples, and with 2 or 3 replicas it is the only
+# one in its round.
 @pytest.mark.parametrize(
     ("case_name", "replicas", "how"),
     [

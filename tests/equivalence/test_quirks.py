@@ -47,7 +47,8 @@ _OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def _run(make_model: Callable[[], nn.Sequential], num_stages: int, **options: Any) -> tuple[Any, ...]:
-    """A rank's part: losses, and the state of the model as it is afterwards. options: also `plan`."""
+    """Trains at this rank. Returns the losses, and the state of the model afterwards. options: arguments of
+    run()."""
     model = make_model()
     arguments = {"data": _data(), "loss_fn": nn.functional.mse_loss, "optimizer": _OPTIMIZER, "seed": 1}
     arguments |= {"plan": Plan.straight(len(model), num_stages), "progress": False} | options
@@ -130,7 +131,7 @@ def test_an_output_that_is_a_buffer_arrives_as_it_was_sent(
 
 
 def _model_with_spectral_norms(how: str) -> nn.Sequential:
-    """Each forward takes a step of buffers that it reads."""
+    """Returns a model whose forwards read buffers and then change them."""
     norm = nn.utils.spectral_norm if how == "hook" else nn.utils.parametrizations.spectral_norm
     torch.manual_seed(5)
     return nn.Sequential(*(layer for _ in range(4) for layer in (norm(_linear()), nn.Tanh())))
@@ -225,9 +226,10 @@ def _model_with_a_shared_gradient(gate: str) -> nn.Sequential:
 def test_a_gradient_that_waits_to_be_sent_is_not_the_memory_of_a_parameters(
     farm: Farm, tmp_path: Path
 ) -> None:
-    # Minibatches have three microbatches of one sample. Stage 1 takes no gradient before stage 2 has been
-    # through two microbatches of minibatch 1. So the gradient of the first waits to be sent while that of the
-    # second is added to the parameter's gradient. The first one is also the parameter's first gradient.
+    # Minibatches have three microbatches of one sample. Stage 1 waits until stage 2 has run two backwards of
+    # minibatch 1. So the first of these gradients waits to be sent while the second is added to the
+    # parameter's gradient. Autograd gives the parameter the first gradient's memory, so the gradient is sent
+    # from a copy.
     make_model = functools.partial(_model_with_a_shared_gradient, str(tmp_path / "gate"))
     plan = Plan(Plan.straight(3, 3).stages, in_flight=(7, 7, 1))
     data = [(inputs[:3], targets[:3]) for inputs, targets in _data()]
@@ -507,7 +509,9 @@ def test_checkpointed_batch_norms_count_a_minibatch_once_under_microbatches(
 
 
 def test_without_microbatches_checkpointed_batch_norms_are_those_of_a_plain_loop(farm: Farm) -> None:
-    # Where torch itself takes a step in the forward and one in the backward.
+    # In a plain loop, a checkpointed batch norm counts two steps per minibatch: one in the forward, and one
+    # in the
+    # backward, which repeats the forward.
     make_model = functools.partial(_model_with_checkpoints, _Checkpointed)
     wanted_losses, wanted = _train_plainly()
     losses, state = farm.results(_run, make_model, 2, num_ranks=2, schedule="flush")[0]
@@ -518,7 +522,7 @@ def test_without_microbatches_checkpointed_batch_norms_are_those_of_a_plain_loop
 
 
 class _AssignsData(torch.optim.Optimizer):
-    """Replaces .data where others write it."""
+    """An optimizer that replaces .data. Other optimizers write into it."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})
@@ -554,7 +558,8 @@ def _distance_to_the_target(outputs: Tensor, targets: Tensor | None) -> Tensor:
 
 
 def _pairs_with(kind: str) -> list[tuple[Tensor, Any]]:
-    """Minibatches of 5 samples, and one of 4, whose targets have no samples, or not in dimension 0."""
+    """Minibatches of 5 samples, the last two of 4. Their targets have no samples, or have them not in
+    dimension 0."""
     pairs = [(torch.cat((inputs, targets[:1])), targets) for inputs, targets in _data()]
     pairs[-2:] = [(inputs[:4], other) for inputs, other in pairs[-2:]]
     make: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -572,8 +577,8 @@ def _pairs_with(kind: str) -> list[tuple[Tensor, Any]]:
 def test_targets_need_no_samples_and_in_one_piece_not_in_dimension_0(
     farm: Farm, targets: str, microbatches: int, num_stages: int
 ) -> None:
-    # 5 samples in 4 microbatches are 2, 2, 1 and none. The last stage once went on at the empty one, and read
-    # other data.
+    # 5 samples in 4 microbatches are 2, 2, 1 and 0. At the empty microbatch, the last stage once read data
+    # that stage 0 had not read.
     options: dict[str, Any] = {"data": _pairs_with(targets), "microbatches": microbatches}
     options["loss_fn"] = _error_of_the_transposed if targets == "transposed" else _distance_to_the_target
     _assert_equals_reference(farm, _plain_model, num_stages, **options)
@@ -691,7 +696,7 @@ def test_a_layer_that_keeps_all_its_inputs_is_named_instead_of_waited_for(farm: 
 
 
 class _GrowsFromCallToCall(nn.Module):
-    """A loss with a buffer and a number that count."""
+    """A loss that counts its calls in a buffer and in a number."""
 
     calls: Tensor
 
@@ -819,7 +824,8 @@ def _loss_of_records(outputs: Tensor, targets: list[dict[str, Tensor]]) -> Tenso
 
 
 def test_lists_with_an_entry_per_sample_are_cut_into_microbatches(farm: Farm) -> None:
-    """Targets in a list once went whole to every microbatch, and were paired with outputs of others."""
+    """A list of targets once went uncut to every microbatch, so targets were paired with outputs of other
+    samples."""
     options: dict[str, Any] = {"data": _ragged_data(), "loss_fn": _loss_of_records, "schedule": "flush"}
     whole = _expect(_ragged, 1, **options)[0]
     assert _expect(_ragged, 2, microbatches=2, **options)[0] == pytest.approx(whole, rel=1e-9)
@@ -827,7 +833,8 @@ def test_lists_with_an_entry_per_sample_are_cut_into_microbatches(farm: Farm) ->
 
 
 class _Averages(nn.InstanceNorm1d):
-    """Averages samples as if they were channels' positions, with a buffer of its own."""
+    """Normalises over the samples, as if these were positions of one image, and counts its forwards in a
+    buffer."""
 
     def __init__(self) -> None:
         super().__init__(_WIDTH, track_running_stats=True, dtype=torch.float64)

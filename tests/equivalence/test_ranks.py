@@ -44,8 +44,8 @@ def _train_in_a_region(training: Training) -> tuple[RunResult, bool]:
 
 
 def test_a_run_in_a_region_of_autocast_is_one_with_autocast(farm: Farm) -> None:
-    """Local workers once knew nothing of the region, and ranks kept the casts of the first weights
-    for ever.
+    """Local workers once ignored the region. Ranks once used the first weights, cast to bfloat16, for the
+    whole run.
     """
     training = Training("cnn", 2, torch.float32, num_minibatches=4)
     inside = farm.results(_train_in_a_region, training, num_ranks=2)
@@ -96,7 +96,7 @@ def test_every_rank_has_the_same_result_but_for_the_times_that_rank_0_keeps(farm
 
 
 class _PullsToTheStart(torch.optim.SGD):
-    """Decays towards the values that the parameters had when it was made, as fine-tuning may."""
+    """Decays towards the values that the parameters had when the optimizer was made, as fine-tuning may."""
 
     num_made = 0
 
@@ -167,7 +167,8 @@ def test_weights_and_results_are_handed_on_by_ranks_in_between(farm: Farm, gathe
             if not torch.equal(state[name], expected_state[name])
         }
         if gather != "all" and rank > 0:
-            # Its model keeps the stages of others as they were: it has only passed the weights on.
+            # This rank's model keeps the initial weights of other stages, because the rank only passes
+            # trained weights on.
             assert left
     assert [replace(r, spans=[], transfers=[]) for r, _ in outcomes[1:]] == [
         replace(outcomes[0][0], spans=[], transfers=[])
@@ -229,14 +230,14 @@ def test_a_script_may_run_several_times(farm: Farm) -> None:
 
 
 def test_runs_are_counted_per_script_not_per_process(farm: Farm) -> None:
-    # Rank 1 sat out the script before this one. It still meets rank 0 in its next run.
+    # Rank 1 takes no part in this run. It still meets rank 0 in the next script.
     farm.results(train_in_pipeline, Training("mlp", 1), num_ranks=1)
     for _ in range(2):
         farm.results(train_in_pipeline, _TRAINING, num_ranks=2, torchrun_id="one-script-in-two-parts")
 
 
 def _train_other_plan(training: Training) -> tuple[RunResult, State]:
-    """A script whose ranks profiled for themselves, and came to another plan than rank 0."""
+    """Trains with another plan at rank 0 than at other ranks, as if each rank had profiled for itself."""
     model = training.model()
     plan = training.plan if is_rank_0() else Training(training.case_name, 3).plan
     result = pipedream.run(model, plan, progress=False, **training.options())
@@ -292,7 +293,8 @@ def _train_and_count_moves(folder: Path | None) -> int:
 def test_a_model_moves_back_only_where_its_user_has_it(
     farm: Farm, is_users: bool, num_moves: int, tmp_path: Path
 ) -> None:
-    # A local worker has a copy of the loss. Its trained state has gone to the caller by its folder.
+    # A local worker has only a copy of the model, and its weights go to the caller by the folder. So the copy
+    # is not moved back.
     folder = None if is_users else tmp_path
     assert farm.results(_train_and_count_moves, folder, num_ranks=1) == [num_moves]
     assert (

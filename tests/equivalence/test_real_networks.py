@@ -1,5 +1,5 @@
 """run(schedule="flush") of networks of transformers and torchvision equals a plain loop. Skipped where the
-libraries are not installed; test_any_module.py has twins of what is special in each."""
+libraries are not installed; test_any_module.py tests small models with the same special parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every worker rehearses its own stages: with rank 0's weights, on what the stage before made."""
+"""Each worker rehearses only its own stages, with rank 0's weights and the outputs of the stage upstream."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 _NUM_MINIBATCHES = 4
 _FORWARDS: list[str] = []
-"""Layers in the order of their forwards in this process. A rehearsal puts back what a layer has, and numbers
-in global names, but not this list.
+"""Layers in the order of their forwards in this process. A rehearsal restores the state of layers and global
+numbers, but not this list.
 """
 
 
@@ -50,7 +50,7 @@ def _mean(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def _train(plan: Plan, width: int, **options: Any) -> tuple[list[float], list[int]]:
-    """(losses, forwards of each layer in this process)."""
+    """Returns (losses, number of forwards of each layer in this process)."""
     _FORWARDS.clear()
     model = nn.Sequential(
         *(_AtHome(i, worker) for i, worker in enumerate(map(plan.placement.rank_of, range(plan.num_stages))))
@@ -80,7 +80,7 @@ _INTERLEAVED = Plan.straight(4, 4, num_workers=2)
     [
         (_STRAIGHT, 8, {}),
         (_INTERLEAVED, 8, {"schedule": "interleaved", "microbatches": 1}),
-        # More than the links hold at once: 8 MiB per value.
+        # A value of 8 MiB is more than the links hold at once.
         (_INTERLEAVED, 1 << 20, {"schedule": "interleaved", "microbatches": 1}),
     ],
     ids=["straight", "interleaved", "interleaved and wide"],
@@ -97,7 +97,7 @@ def test_a_worker_rehearses_its_own_layers_and_no_others(
 
 
 class _Remembering(nn.Module):
-    """Adds what its last forward gave, which it keeps where a recompute does not look."""
+    """Adds the mean of its last output, which it keeps in an attribute that a recompute does not restore."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _Remembering(nn.Module):
 
 
 class _Drawing(nn.Module):
-    """Takes a number from a generator that belongs to the data."""
+    """Draws a number from a generator that belongs to the data."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Replicated stages give the oracle's numbers: every plan, schedule and optimizer that may have them."""
+"""Replicated stages give the oracle's numbers with every plan, schedule and optimizer that allows
+replicas."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training
 def test_a_plan_with_replicas_gives_the_references_result(
     farm: Farm, case_name: str, replicas: tuple[int, ...]
 ) -> None:
-    # 7 minibatches: the last round is short wherever there are 2 or 3 replicas, but for one of 3 and 7.
+    # With 7 minibatches, the last round of 2 or 3 replicas is short.
     result, _ = assert_equals_reference(farm, _training(case_name, replicas))
     assert len(result.worker_names) == sum(replicas)
 
@@ -189,7 +190,8 @@ def test_whole_tensors_of_unequal_sizes_wait_for_fewer_slots_than_there_are(
     assert_equals_reference(farm, _training("transformer", replicas, optimizer=optimizer, **how))
 
 
-# The norm of every round is far above 0.02, so that all are clipped. Adam would hide a wrong divisor.
+# The norm of every round is far above 0.02, so the gradients of all rounds are clipped. Adam would hide a
+# wrong divisor.
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (3, 2)], ids=["2-1", "1-2", "3-2"])
 @pytest.mark.parametrize("schedule", ["flush", "gpipe", "pipedream", "vertical_sync", "naive"])
 def test_the_mean_of_a_rounds_gradients_is_clipped(
@@ -362,8 +364,8 @@ def test_epochs_do_not_end_a_round(farm: Farm) -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),
-    # A reader holds a group of minibatches beside those in flight. With too few places, the last of these
-    # runs hung.
+    # A reader holds a group of minibatches beside those in flight. The last of these plans once hung, because
+    # there were too few places for them.
     [((2, 2), 1), ((1, 2, 1), 1), ((1, 2), 3)],
     ids=["2-2", "1-2-1", "1-2 with 3 microbatches"],
 )
@@ -392,8 +394,8 @@ def test_the_state_of_an_optimizer_is_shared_among_the_replicas(farm: Farm) -> N
 
 
 def _pushed_case(codec: str, grows: bool) -> tuple[nn.Sequential, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Returns a model and data. Shards have one chunk each, or two with topk, which keeps a residual for
-    each.
+    """Returns a model and data. Shards have one chunk each, or two with topk, so that each chunk needs its
+    own residual.
     """
     torch.manual_seed(0)
     inputs, hidden, outputs = (350, 700, 450) if codec.startswith("topk") else (70, 90, 30)
@@ -472,7 +474,7 @@ def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gr
     assert_close_state(state, model.state_dict(), 1e-9)
 
 
-# Reduced together: all-reduce adds in another order than that of the replicas.
+# Replicas that reduce together: the all-reduce does not add in the order of the replicas.
 
 
 @pytest.mark.parametrize("replicas", _PLANS, ids=_NAMES)

@@ -163,7 +163,7 @@ def test_what_is_tied_is_cut_into_several_chunks_of_each_shard(farm: Farm, how: 
 
 
 class _Sometimes(nn.Module):
-    """Uses a parameter of another stage, as that one does, in minibatches of an even size only."""
+    """Uses a parameter that another stage also uses, but only in minibatches of an even size."""
 
     def __init__(self, shared: nn.Parameter) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Labels of -100 under microbatches: a loss that is a mean over the others is refused without weight_fn."""
+"""Labels of -100 are ignored. With microbatches, a loss that is a mean over the other labels is refused
+unless weight_fn is given."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ class CausalModel(nn.Module):
 
 
 def _labels(valid: list[int]) -> Tensor:
-    """Returns a minibatch whose samples have so many valid labels each. They are the last labels, as behind a
-    prompt.
+    """Returns a minibatch whose samples have so many valid labels each. The valid labels are the last of
+    their sample, as after a prompt.
     """
     generator = torch.Generator().manual_seed(3)
     labels = torch.randint(_VOCABULARY, (len(valid), _LENGTH), generator=generator)

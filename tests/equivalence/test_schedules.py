@@ -1,6 +1,6 @@
 """Every schedule, over separate processes and ZeroMQ, gives the oracle's numbers, with every option of run().
 
-Each run is also checked for the versions that it read, and that no term of memory went over its prediction.
+Each run must also read the right versions, and no memory term may exceed its prediction.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _STAGE_COUNTS = {schedule: (1, 2, 4) if schedule == "interleaved" else (1, 2, 3,
 
 
 def _microbatch_counts(schedule: str, num_stages: int) -> tuple[int, ...]:
-    """2bw needs at least as many as are in flight. 6 samples in 4 or 5 microbatches make 3 pieces, so 1 or 2
+    """2bw needs at least as many microbatches as are in flight. 6 samples in 4 or 5 microbatches make 3
+    pieces, so 1 or 2
     are empty.
     """
     return (num_stages, num_stages + 1, 6) if schedule == "2bw" else (1, 2, 4)
@@ -84,7 +85,8 @@ _NATIVE: dict[str, tuple[Any, Any]] = {
 
 
 def _optimizer_pairs() -> dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Any]]:
-    """(of the reference, of the pipeline where it is another)."""
+    """Returns pairs (the reference's optimizer, the pipeline's optimizer). None: the pipeline uses the
+    reference's."""
     plain = {name: (optimizer, None) for name, optimizer in OPTIMIZERS.items()}
     return plain | {f"native {name}": pair for name, pair in _NATIVE.items()}
 
@@ -94,7 +96,8 @@ _STEP_LR = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma
 _ONE_CYCLE = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20)
 _LR_SCHEDULERS = {"constant": None, "StepLR": _STEP_LR, "OneCycleLR": _ONE_CYCLE}
 
-# In the precision of autocast the bits that differ would be seen: the oracle computes the very same ones.
+# The tolerance with autocast. The oracle computes the very same bits, and one wrong bit in the precision of
+# autocast would be a larger difference.
 _SAME_BITS = 1e-6
 
 _FACTORS: dict[str, Sequence[Any]] = {
@@ -126,16 +129,17 @@ def _is_allowed(row: Row) -> bool:
         return False
     if optimizer == "adagrad" and row.get("lr_scheduler") == "OneCycleLR":
         return False  # it has no momentum to change
-    # Norms are summed in another order, and native optimizers round differently. Some gradients are zero
-    # except for rounding (of a bias before a batch norm, of a key). An optimizer that divides by their size
-    # makes weights of the rounding.
+    # Norms are summed in another order, and native optimizers round differently. Some gradients are only
+    # rounding errors: that of a bias before a batch norm, and that of an attention's key. An optimizer that
+    # divides by a gradient's size makes large steps of such errors.
     rounds_otherwise = row.get("max_grad_norm") is not None or optimizer.startswith("native")
     has_such_gradients = row.get("case_name") in ("cnn", "transformer")
     return not ("ada" in optimizer and rounds_otherwise and has_such_gradients)
 
 
 def _rows() -> list[Row]:
-    """Every schedule with every number of stages and microbatches; of all other options, every pair."""
+    """Returns rows that have every schedule with every number of stages and microbatches, and every pair of
+    values of all options."""
     shapes = [
         {"schedule": schedule, "num_stages": num_stages, "count": count}
         for schedule in SCHEDULES
@@ -209,7 +213,8 @@ def _without_running(state: State) -> State:
     return {name: tensor for name, tensor in state.items() if not name.endswith(running)}
 
 
-# Each model with two schedules; tests/python/reference compares the oracle with a plain loop for all.
+# Each model is tested with two schedules. tests/python/reference compares the oracle with a plain loop for
+# all.
 _DRAINING_PAIRS = [
     (case_name, DRAINING[(i + shift) % len(DRAINING)])
     for i, case_name in enumerate(name for name in _MODELS if name != "dropout")
@@ -244,7 +249,8 @@ def test_naive_trains_otherwise_than_stashing(farm: Farm, case_name: str, num_st
 def _tied_chunks(how: str) -> nn.Sequential:
     """Returns four layers, the first and the third of which share a weight, or are the same layer.
 
-    With "weight of both workers" the last layer shares the weight too. It belongs to the other worker.
+    With "weight of both workers" the last layer shares the weight too. That layer belongs to the other
+    worker.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
@@ -386,7 +392,7 @@ def test_an_overflow_of_one_stage_skips_what_the_reference_skips(
     _assert_skips_as_the_reference(farm, at, schedule)
 
 
-# Stages 0 and 2 are the first worker's, 1 and 3 the second's.
+# The first worker has stages 0 and 2, the second has stages 1 and 3.
 @pytest.mark.parametrize("stages", [(0,), (2,), (3,), (0, 2), (1, 2)], ids=str)
 def test_an_overflow_of_one_of_a_workers_stages_skips_what_the_reference_skips(
     farm: Farm, stages: tuple[int, ...]
@@ -415,7 +421,8 @@ def _assert_skips_as_the_reference(farm: Farm, at: list[tuple[int, ...]], schedu
 def test_microbatches_are_torchs_chunks_and_count_by_their_samples(
     farm: Farm, case_name: str, schedule: str
 ) -> None:
-    # 5 samples in 4 microbatches are 2, 2, 1 and none; 4 are one each; 6 are 2, 2, 2 and none.
+    # In 4 microbatches, 5 samples are cut into 2, 2, 1 and 0; 4 samples into 1 each; 6 samples into 2, 2, 2
+    # and 0.
     training = _training(case_name, 2, schedule, 4)
     data = [
         (inputs[:size], targets[:size])
@@ -457,7 +464,7 @@ def test_any_number_in_flight_equals_the_reference(
 
 
 class _Sleep:
-    """A forward hook: takes up to some milliseconds in the forward and again in the backward."""
+    """A forward hook that sleeps up to longest_ms milliseconds in the forward, and again in the backward."""
 
     def __init__(self, longest_ms: float, seed: str) -> None:
         self._random = random.Random(seed)  # its own: torch's draws are part of the result

@@ -1,4 +1,4 @@
-"""A user's script: the same lines train in local workers and under torchrun, with the same result."""
+"""A user's script gives the same result in local workers and under torchrun."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_scripts_give_the_same_losses_plainly_and_under_torchrun_whatever_they_s
             )
         without = [odd for odd, loss in group["without"].items() if loss == group["first"]]
         assert set(without) <= _OF_LATER_LOSSES, f"{without} of {name} change nothing"
-    # The caller and two workers each; the processes of their DataLoader are forked, as the caller's would be.
+    # The script is imported by the caller, and by two workers of each run. Processes of a worker's DataLoader
+    # are forked, as in the caller, so they do not import it.
     imports = (tmp_path / "plain.json.imports").read_text(encoding="utf-8").split()
     assert len(imports) == 1 + 2 * len(found)
 

@@ -1,5 +1,5 @@
-"""Model, loss and data may hold parts of each other. They are one set of objects in a worker, too, and what a
-loss keeps comes back to the caller, as in a plain loop.
+"""Model, loss and data may hold parts of each other. They also share these parts in a worker, and the state
+of a loss comes back to the caller, as in a plain loop.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _kept(loss_fn: _Centred) -> tuple[list[float], list[list[float]], int]:
 
 
 def _train(num_stages: int, **options: Any) -> tuple[list[float], Any]:
-    """Trains twice in a row, as with an evaluation in between."""
+    """Trains twice in a row with the same model and loss."""
     model, loss_fn = _model_and_loss()
     losses = []
     for _ in range(2):
@@ -91,8 +91,7 @@ def _train_plainly() -> tuple[list[float], Any]:
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_loss_sees_the_models_buffer_and_its_own_state_comes_back(num_stages: int) -> None:
-    # The loss once saw the initial mean of the batch norm for ever, and each run began with the initial
-    # centre.
+    # The loss once saw only the initial mean of the batch norm, and each run began with the initial centre.
     assert _train(num_stages) == _train_plainly()
 
 
@@ -145,7 +144,7 @@ def _small() -> nn.Sequential:
 
 
 def test_a_sampler_asks_the_model_of_the_only_worker_as_in_a_plain_loop() -> None:
-    # The data once asked a copy of the model, with the initial weights.
+    # The sampler once asked a copy of the model, which had the initial weights.
     model, plain = _small(), _small()
     result = pipedream.run(
         model,
@@ -192,7 +191,7 @@ def test_a_sampler_that_asks_a_model_of_several_stages_is_refused_by_name() -> N
 def test_other_data_that_hold_a_model_of_several_stages_are_warned_of(
     make: Callable[[nn.Module], Any],
 ) -> None:
-    """Each worker iterates them, so they may read other minibatches, too."""
+    """Each worker iterates such data itself, so the workers may read different minibatches."""
     model = _small()
     with (
         pytest.warns(UserWarning, match=r"data holds a part of the model \(data.*model\)"),

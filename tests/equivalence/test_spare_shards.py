@@ -132,8 +132,8 @@ def test_what_the_caller_iterates_goes_to_replicas_alone() -> None:
 
 
 def test_a_shard_of_more_chunks_than_a_spare_has_slots_gives_the_references_result(farm: Farm) -> None:
-    # A spare has half of 12 MiB, which are three chunks. One more run has whole tensors, which are updated at
-    # once.
+    # The spare has half of 12 MiB, which is three chunks. With Adafactor, shards have whole tensors, which
+    # are updated in one step.
     for optimizer in (OPTIMIZERS["sgd"], functools.partial(torch.optim.Adafactor, lr=0.05)):
         results = farm.results(_train_wide, optimizer, (1,), num_ranks=3)
         losses, state = farm.results(_train_wide, optimizer, (0,), num_ranks=2)[0]
@@ -189,7 +189,7 @@ def test_what_owners_hold_and_exchange_is_as_their_shares(farm: Farm) -> None:
     # In each of 3 rounds every replica pushes what it does not own, and pulls as much.
     payload = 3 * 3 * 2 * 0.8 * num_bytes
     assert payload < result.bytes_synced < 1.1 * payload
-    # A spare keeps versions of its shard alone, as many as a replica keeps of all parameters.
+    # A spare keeps as many versions as a replica, but only of its own shard.
     kept = {rank: result.memory[rank]["weight versions of stage 0"]["predicted"] or 0 for rank in (0, 4)}
     assert kept[4] / kept[0] == pytest.approx(0.4, abs=0.02)
 
@@ -226,7 +226,7 @@ def test_a_rounds_gradients_wait_for_spares_only_where_the_next_round_can_begin(
         return farm.results(_planned_gradients, training, num_ranks=sum((*replicas, *spares)))[0]
 
     alone: dict[str, Any] = {"schedule": "data_parallel"}
-    # Chunks for a spare may be copies, which those of a replica's own shard are not.
+    # Chunks for a spare may have to be copied before they are sent. A replica's own shard is not copied.
     assert planned((2,), (1,), **alone) < 1.5 * planned((2,), (0,), **alone)
     assert planned((2, 1), (1, 0)) > 1.5 * planned((2, 1), (0, 0))
 

@@ -1,4 +1,5 @@
-"""The same training by every transport, with keys, as between several machines, and by codecs that round."""
+"""The same training runs by every transport, with keys, as if on several machines, and with codecs that
+round."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ def test_every_item_is_known_once_at_both_ends_of_its_channel_and_arrives_after_
 
 
 def _assert_spans_of_a_track_follow_each_other(events: list[dict[str, Any]]) -> None:
-    """The trace format also allows that spans of one track contain each other. Ours do not."""
+    """The trace format also allows nested spans on one track, but pipedream writes none."""
     ends: dict[tuple[int, int], float] = {}
     for event in events:
         if event["ph"] == "X":
@@ -271,7 +272,7 @@ def _train_and_note_ports(training: Training, **options: Any) -> tuple[list[floa
 
 def test_workers_listen_at_the_ports_of_their_range_alone(farm: Farm, exact: tuple[RunResult, State]) -> None:
     """Rehearsal and training need ports at the same time: the training's links open while the rehearsal's
-    close.
+    links close.
     """
     ports = free_ports(8)
     first, last = map(int, ports.split("-"))
@@ -322,8 +323,8 @@ def test_a_codec_gives_the_numbers_of_the_same_rounding_in_one_process(
         Training("mlp", 4, torch.float32, schedule="flush", microbatches=3, short_last=False),
         Training("mlp", 3, schedule="2bw", microbatches=3, recompute=True, short_last=False),
         Training("cnn", 4, schedule="interleaved", microbatches=2),
-        # Nested tensors and one that crosses twice; a stage that returns no gradient; parameters that are
-        # tied, whose weights and gradients travel exactly.
+        # The first of these models has nested tensors, and a tensor that crosses twice. In the second, a
+        # stage returns no gradient. The third has tied parameters, which are sent without a codec.
         Training("lstm", 3),
         Training("frozen", 3),
         Training("tied_apart", 3),
@@ -436,11 +437,11 @@ def test_a_gradient_that_overflowed_before_int8_is_found_and_skipped_behind_it(f
 @pytest.mark.parametrize(
     ("codec", "relative"),
     [
-        # The codecs round to 8, 11 and 7 bits (int8: 7 bits of a block's largest), each tensor twice a
-        # minibatch. An error is at most half a unit of the last place: 2^-9, 2^-12 and 2^-8 of what crosses.
-        # Here the gradient of the loss by what crosses is about as large as the loss itself. The errors of 7
-        # minibatches and 2 cuts add up to 28 such units at worst. A codec that scrambled tensors would be off
-        # by the loss itself.
+        # There are 28 roundings: 7 minibatches, 2 cuts and 2 directions. Each rounding errs by at most half a
+        # unit of the last place: 2^-9 of the value with bf16, 2^-12 with fp16, and 2^-8 of a block's largest
+        # value with int8. Here such a relative error of a tensor changes the loss by about the same relative
+        # error. A codec that scrambled tensors
+        # would be off by the loss itself.
         ("bf16", 28 * 2**-9),
         ("fp16", 28 * 2**-12),
         ("int8", 28 * 2**-8),

@@ -28,7 +28,8 @@ def sum_of(outputs: Any, targets: Any) -> tuple[float, int]:
 
 
 def held_out(training: Training, every: str | int, **options: Any) -> pipedream.Validation:
-    """More minibatches than an edge holds, larger than the training's, the last one short."""
+    """Returns validation data with more minibatches than an edge holds at once. They are larger than those of
+    the training, and the last is short."""
     batches = training.case.data(5, training.dtype, short_last=True)
     doubled = [tuple(torch.cat([part, part]) for part in batch) for batch in batches]
     return pipedream.Validation(doubled, {"sum": sum_of}, every=every, **options)
@@ -47,7 +48,8 @@ def evaluate_in_oracle(training: Training, every: str | int) -> Results:
 
 
 def assert_equal_figures(training: Training, figures: Results, expected: Results) -> None:
-    """Asserts equal figures to the last bit, except where another order of additions makes other weights."""
+    """Asserts that the figures are equal: to the last bit, unless microbatches or replicas change the order
+    of additions."""
     assert len(figures) > 0
     assert [boundary for boundary, _ in figures] == [boundary for boundary, _ in expected]
     is_exact = training.microbatches == 1 and not training.replicas
@@ -366,7 +368,8 @@ def test_stopping_and_plateaus_equal_those_of_a_plain_loop_where_the_schedule_dr
 
 
 class Unsendable:
-    """Validation data that draw, and that hold what no other process can have."""
+    """Validation data that draw random numbers, and that hold an object that cannot be sent to another
+    process."""
 
     def __init__(self, *, fails_at: int = -1) -> None:
         self.lock = threading.Lock()
@@ -416,7 +419,8 @@ def test_validation_data_that_cannot_be_sent_are_handed_over_by_the_caller() -> 
 
 
 class _WaitingForCallback(pipedream.callbacks.Callback):
-    """Training data that wait before minibatch 4 until they are told of the evaluation before minibatch 2."""
+    """Training data that are also a callback. Before minibatch 4 they wait until the callback has the figures
+    of the evaluation before minibatch 2."""
 
     decides = False
 

@@ -1,4 +1,5 @@
-"""run(weight_fn=...): microbatches that count by something else than samples give the minibatch's loss."""
+"""With weight_fn, microbatches count by something other than their samples, and together give the minibatch's
+loss."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def _model() -> nn.Sequential:
 
 
 def _data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Minibatches of 6 samples. Their three microbatches have 1, 2 and 0 valid targets, then only valid ones,
-    then 1 in all."""
+    """Minibatches of 6 samples. The three microbatches of the first have 1, 2 and 0 valid targets. In the
+    second all targets are valid, in the third only one is."""
     generator = torch.Generator().manual_seed(4)
     data = []
     for valid in ([0, 2, 3], range(6), [5]):
