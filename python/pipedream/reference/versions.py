@@ -131,7 +131,7 @@ class Versions:
         return max(0, own // self.own_per_round(0)) * self._microbatches_per_round(0)
 
     def _oldest(self, stage_index: int, minibatch: int) -> int:
-        """Returns the version at the last drain before the minibatch. The minibatch reads no older version."""
+        """Returns the version at the last drain before the minibatch, which reads no older version."""
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
         return begun // self.minibatches_per_round(stage_index)
 

@@ -258,8 +258,8 @@ class Boundaries:
         return events if minibatch - minibatch % self.group_size == group else 0
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
-        """Called before a forward of this minibatch whose activation carries these events. The listeners
-        are told once per boundary."""
+        """Called before a forward of this minibatch. events: the events that its activation carries. The
+        listeners are told once per boundary."""
         group = minibatch - minibatch % self.group_size
         if self._begun[stage] == group:
             return

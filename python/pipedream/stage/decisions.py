@@ -175,8 +175,8 @@ class AnswerWay(Protocol):
     def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
         """Returns the events of the answer that is due at this boundary, at any replica of stage 0.
 
-        losses: this replica's parts of the losses of the question's minibatches. The losses are the sums over
-            all replicas.
+        losses: this replica's parts of the losses of the question's minibatches. A minibatch's loss is the
+        sum of all replicas' parts.
         check: called during the wait. It raises the error that ends the run."""
 
     def rate_factor(self, boundary: int) -> float:
@@ -256,7 +256,7 @@ class Asking:
     ) -> int:
         """Asks the callbacks if a question is due. Returns the events that the callbacks want at the boundary
         before this group.
-        evaluates: as in holds_at(). If that returned True, the evaluation is over."""
+        evaluates: as in holds_at(). If holds_at() returned True, the evaluation is over by now."""
         if evaluates:
             self._evaluations.append(group)
         if self._asks_at(group, ended_epochs, evaluates=evaluates):

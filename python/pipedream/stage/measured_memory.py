@@ -1,6 +1,7 @@
-"""Measured memory: the peak of each memory term of a worker, beside the plan's prediction.
+"""Measures the peak of each memory term of a worker, and reports it beside the plan's prediction.
 
-On the host measuring slows down each operator, so it stops soon after the pipeline has been full once. A GPU
+On the host, measuring slows down each operator, so the measurement stops soon after the pipeline has been
+full once. A GPU
 counts memory at no cost. Owned by the worker's compute thread.
 """
 

@@ -26,8 +26,9 @@ def settled(tensor: Tensor, buffer_memory: Container[int]) -> Tensor:
 
 
 def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Returns the gradients of the received tensors that can have one. For a tensor without a gradient in
-    this backward, an empty tensor is returned. There is always at least one tensor, because its arrival
+    """Returns the gradients of the received tensors that can have one. A tensor without a gradient in this
+    backward gets an empty tensor, or zeros if it has no dimensions. There is always at least one tensor,
+    because its arrival
     upstream says that the backward is done."""
     gradients = [_gradient_of(leaf) for leaf in leaves if leaf.requires_grad]
     return gradients or [_no_gradient(device)]
@@ -51,10 +52,11 @@ def memory_of(tensor: Tensor) -> int:
 def _gradient_of(leaf: Tensor) -> Tensor:
     gradient = leaf.grad
     if gradient is None:  # the loss may not depend on every received tensor
-        # A gradient of zeros would not do: upstream, momentum and weight decay would then still change the
-        # parameters.
+        # Zeros would be wrong: with a gradient of zeros, momentum and weight decay still change the
+        # parameters upstream.
         return leaf.new_empty((0, *leaf.shape[1:])) if leaf.dim() > 0 else torch.zeros_like(leaf)
-    # Autograd may give a parameter the same memory (x + p.unsqueeze(0) with one sample). The next backward
+    # Autograd may have given a parameter the memory of this gradient (x + p.unsqueeze(0) with one sample).
+    # The next backward
     # would add to that memory while it is being sent.
     storage = gradient.untyped_storage()
     is_shared = _storage_use_count(storage._cdata) > _USES_OF_AN_UNSHARED_STORAGE

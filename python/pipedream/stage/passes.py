@@ -1,4 +1,4 @@
-"""One stage's forward and backward in PyTorch: its layers, and at the last stage the loss.
+"""Runs one stage's forward and backward in PyTorch: its layers, and at the last stage the loss.
 
 A stage that recomputes runs the forward without a graph. Right before the backward it runs the same forward
 again, now with a graph. Nothing here knows the schedule. Owned by the worker's compute thread.
@@ -40,7 +40,7 @@ _LEAF_CHANGED = "a leaf Variable that requires grad"  # in torch's error
 
 
 class StagePasses:
-    """The forward with its graph, and the backward through it."""
+    """Runs the forward with a graph, and the backward through this graph."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One replica's side of a parameter server with asynchronous shards. Each gradient of a replica makes a
+"""Runs one replica's part of a parameter server with asynchronous shards. Each gradient of a replica makes a
 separate update, as soon as the gradient arrives. The replica that pushed the gradient gets the updated shard
 back, as an answer.
 
@@ -11,7 +11,7 @@ back, as an answer.
 No replica waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam,
 OSDI'14). A gradient is the weighted mean over a replica's microbatches of a round. It is not divided by r: r
 replicas make r updates, each with the full learning rate. A replica receives its answer before it pushes
-again, so the owner of a shard needs memory for one answer per replica.
+again, so the owner of a shard needs memory for one answer per replica. An owner has this memory:
 
     master     the shard as it is now, in memory that forwards do not read
     answers    one copy of the shard for each other replica, until it has been sent

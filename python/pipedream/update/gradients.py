@@ -47,8 +47,8 @@ _NORM_ELEMENTS_MAX = 1 << 20  # elements of a bfloat16 gradient that are widened
 
 
 class GradientFigures(NamedTuple):
-    """The squared norm and the overflow flags of gradients: of a part of a stage, of a stage, or of several
-    stages. Figures can be added."""
+    """The squared norm and the overflow flags of some gradients. Figures of several parts or stages can be
+    added."""
 
     squared_norm: float = 0.0
     overflowed: bool = False
@@ -84,8 +84,8 @@ def figures_of(gradients: Sequence[Tensor | None]) -> GradientFigures:
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Norms of the gradients, or of their parts. For a whole bfloat16 tensor torch would round the norm to
-    bfloat16, or need a float32 copy of the tensor."""
+    """Returns the norms of the gradients. A bfloat16 gradient is cut into parts, which have one norm each.
+    Torch would round the norm of the whole tensor to bfloat16, or need a float32 copy of the tensor."""
     narrow = [
         part for g in gradients if has_master(g) for part in torch.split(flat_view(g), _NORM_ELEMENTS_MAX)
     ]
@@ -99,7 +99,8 @@ class StageGradients:
     that it owns."""
 
     takes_means = False
-    """Whether take() leaves the unscaled mean of a round's gradients. Otherwise it leaves their sum."""
+    """Whether take() gives the mean of a round's gradients, without the loss scale. Otherwise it gives their
+    sum, with the loss scale."""
 
     def __init__(self, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters) -> None:
         self._weights = weights
@@ -245,8 +246,8 @@ def _goes_upstream(edge: _core.Edge) -> bool:
 
 
 def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor | None:
-    """Returns the gradient flat, in the leaf's order in memory, and unscaled. Works in place if no copy is
-    needed."""
+    """Returns the gradient flat, in the leaf's order in memory, and without the loss scale. Works in place if
+    no copy is needed."""
     if gradient is None:
         return None
     if gradient.is_sparse:

@@ -1,8 +1,8 @@
-"""One replica's side of its stage's parameter server. The replica owns a shard of the parameters, which it
-alone updates.
+"""Runs one replica's part of its stage's parameter server. The replica owns a shard of the parameters, which
+no other worker updates.
 
     round t, at each replica                       who                     what travels, chunk by chunk
-    SEND push   by its last backward of t          with a microbatch in t  its gradient, to the shards' owners
+    SEND push   with its last backward of t        with a microbatch in t  its gradient, to the shards' owners
     RECV push   before the update                  all                     the gradients of its own shard
     UPDATE      chunk by chunk: the mean over the round's minibatches, then version t + 1 of the shard
     SEND pull   with the update                    all                     version t + 1, to the others

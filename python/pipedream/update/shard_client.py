@@ -1,5 +1,5 @@
-"""One replica as a client of its stage's shards. It pushes its gradients to the owners of the shards, and
-pulls the versions that they make.
+"""Makes a replica the client of its stage's shards. The replica pushes its gradients to the owners of the
+shards, and pulls the versions that the owners make.
 
 The core sends and receives (csrc/param_server/shard_exchange.h). On the host gradients are pushed during
 the backward that completes them (pushes.py). param_server.py shows how an owner updates its shard. Owned by

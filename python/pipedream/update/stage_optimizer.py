@@ -49,8 +49,8 @@ class StageOptimizer:
         lr_scheduler: SchedulerFactory | None = None,
         where: str = "the stage",
     ) -> None:
-        """named: the parameters that this stage updates, with their initial values. where: "stage 1", for
-        errors of the factories."""
+        """named: the parameters that this stage updates, with their initial values. where: names the stage in
+        errors, for example "stage 1"."""
         self._named = list(named)
         self._masters = make_masters(named)
         # A stage without parameters has nothing to optimize, and torch refuses an empty list.
@@ -455,7 +455,7 @@ def _class_of(value: Any) -> str:
 
 @contextlib.contextmanager
 def _having_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Removes all other parameters from the optimizer until the context ends."""
+    """Leaves the optimizer only these parameters until the context ends."""
     groups = optimizer.param_groups
     all_of_groups = [group["params"] for group in groups]
     kept = {id(parameter) for parameter in parameters}

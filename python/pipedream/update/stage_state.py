@@ -37,7 +37,7 @@ class HeldVersions:
     one slot, which holds these versions one after the other. With n_s microbatches in flight at the stage,
     the first n_s - 1 forwards read them.
 
-        goes on at 10, n_s = 3        F10 reads 8    F11 reads 9    F12 reads 10    B10, U10
+        continues at 10, n_s = 3      F10 reads 8    F11 reads 9    F12 reads 10    B10, U10
         the slot has                        8              9               10        10, 11
 
     As soon as the end of a run is known, the stage copies such versions for the next run. None of them has

@@ -2,10 +2,11 @@
 it once per round.
 
 The owner is the most upstream stage that uses the parameter. All uses of a microbatch, forward and backward,
-read the same version. If stages read different versions of their own weights, tied parameters are read at the
+read the same version. If the schedule lets stages read different versions of their own weights, tied
+parameters are read at the
 version that vertical sync would read at the owner (docs/schedules.md).
 
-    user    RECV tied_version   before a forward: versions up to the one that it reads
+    user    RECV tied_version   before a forward: versions up to the one that the forward reads
             SEND tied_gradient  after its last backward of a minibatch: its gradient of that minibatch
     owner   RECV tied_gradient  after its own last backward of the minibatch: adds the users' gradients
             SEND tied_version   after the update of the round: the next version
@@ -16,7 +17,7 @@ program says when each transfer happens (transfers.h). This module gives the cor
 stores received tensors.
 
 There are K slots. Version v lies in slot (v - v0) mod K, where v0 is the version at the start. Version v + K
-overwrites it, right after the backward of the last microbatch that reads it. The gradients of a round are in
+overwrites version v, right after the last backward that reads version v. The gradients of a round are in
 the leaves of the version that was read last. Owned by the worker's compute thread.
 """
 
@@ -89,7 +90,7 @@ class _Group:
         return _core.oldest_tied_version(self._schedule, self.owner, minibatch, microbatch)
 
     def kept_from(self, minibatch: int) -> range:
-        """The versions in the slots that this minibatch or a later one reads."""
+        """Returns the newest version, and the older versions that this minibatch or a later one reads."""
         oldest = _core.tied_version(self._schedule, self.owner, minibatch)
         return range(oldest, self.newest + 1)
 
@@ -97,7 +98,7 @@ class _Group:
         return self.slot_of(_core.rounds_of(self._schedule, self.owner).num_begun(0, boundary))
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Takes the gradients that backwards accumulated, in the leaves of all versions."""
+        """Takes the gradients that backwards accumulated, summed over the leaves of all versions."""
         found: list[Tensor | None] = [None] * len(self.versions.leaves(0))
         for slot in range(self.versions.num_slots):
             of_slot = self.versions.take_gradients(slot)
@@ -135,8 +136,8 @@ class TiedParameters:
         replica: this worker's replica of the stage.
         pieces: for owners with several shards, the pieces of this stage's parameters that each replica of the
             owner sends. For owners without an entry one replica sends everything.
-        wait_until_sent: called as wait_until_sent(user, n). It returns when at most n versions, the newest,
-            are still to be sent to the user.
+        wait_until_sent: called as wait_until_sent(user, n). It waits until at most n versions are still to be
+        sent to the user.
         averages: takes the versions that come from owners."""
         self._stage = stage_index
         self._replica = replica
@@ -258,8 +259,9 @@ class TiedParameters:
         return {owner: group.slot_of(group.newest) for owner, group in self._groups.items()}
 
     def poison_freed_by(self, minibatch: int, microbatch: int = 0) -> None:
-        """Fills versions with NaN that this replica's backward was the last to read. A later update writes
-        their slots again. If there are replicas, owned versions are not filled, because they may still be
+        """Fills a version with NaN if this replica has no later microbatch that reads the version. A later
+        update writes the slot again. If there are replicas, owned versions are not filled, because they may
+        still be
         sent to another replica."""
         next_minibatch, next_microbatch = self._own_after(minibatch, microbatch)
         for group in self._groups.values():

@@ -1,4 +1,4 @@
-"""The weight versions of one stage, bound to its modules without a copy.
+"""Keeps the weight versions of one stage, and makes the stage's modules read a version without a copy.
 
 The core has K flat slots, one per live version. For each slot and each unique parameter there is one autograd
 leaf, a view of the slot. A forward binds the modules' `_parameters` to the leaves of its version
@@ -72,9 +72,9 @@ class _Reference:
 class WeightVersions:
     """Some parameters of a stage in flat slots, one slot per version.
 
-    `slots` are flat uint8 tensors; the parameters are copied into the newest version's slot. `resident` is
-    None unless device memory holds only a few of the versions. It says which version is in device memory. A
-    leaf views the memory in which its version lies; while the version is not in device memory, the leaf reads
+    `slots` are flat uint8 tensors; the parameters are copied into the newest version's slot. `resident` says
+    which versions are in device memory; None if all of them are. A leaf views the memory in which its version
+    lies; while the version is not in device memory, the leaf reads
     as NaN."""
 
     def __init__(
@@ -123,7 +123,8 @@ class WeightVersions:
             self._resident.written(slot)
 
     def contents(self, slot: int) -> dict[str, Tensor]:
-        """The version in the slot: its leaves by parameter name. It is in device memory afterwards."""
+        """Returns the leaves of the version in the slot, by parameter name. The version is in device memory
+        afterwards."""
         if self._resident is not None:
             self._resident.read(slot)
         return dict(zip(self.names, self._leaves[slot], strict=True))
@@ -230,7 +231,7 @@ class WeightVersions:
                     )
 
     def prefetch(self, slot: int) -> None:
-        """Begins to fetch the version that the next backward reads into device memory."""
+        """Begins to fetch a version into device memory, because the next backward reads the version."""
         if self._resident is not None:
             self._resident.prefetch(slot)
 
@@ -356,7 +357,7 @@ class StageWeights:
         """tied: by owner, the parameters that the owner shares with this stage, and their slots. resident:
         None unless own_slots hold only some of the own versions at a time.
         newest_slot, older: as for WeightVersions, for the own versions.
-        older_tied: the same as older, by owner."""
+        older_tied: by owner, `older` for the tied versions."""
         by_owner = dict(tied or {})
         shared = [parameter for parameters, _ in by_owner.values() for parameter in parameters]
         own = split_tied(stage, shared)[0]
@@ -434,7 +435,7 @@ def _move(
 
 
 def _nan_like(original: Tensor) -> Tensor:
-    """One NaN that looks like a tensor of the original's shape."""
+    """Returns a tensor of the original's shape that is NaN everywhere, in the memory of one element."""
     return torch.full((), float("nan"), dtype=original.dtype, device=original.device).expand(original.shape)
 
 
