@@ -2,7 +2,7 @@
 losses must be the same in local workers, under torchrun and in a plain loop. Each such change is called an
 oddity. A group of oddities is one run.
 
-    python odd_script.py results.json [NAME ...]     these oddities alone, else all of each group
+    python odd_script.py results.json [NAME ...]     without names: all oddities of each group
 """
 
 # mypy: ignore-errors

@@ -1,5 +1,5 @@
-"""Callbacks steer a run at fixed minibatches. Its numbers are those of a run that had these options from the
-start.
+"""Callbacks steer a run at fixed minibatches. The numbers are those of a run whose options contain the
+callbacks' decisions from the start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""run() of models whose minibatches call other modules than the first one did."""
+"""run() trains models of which later minibatches call other modules than the first minibatch."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_other_depths_and_replicas_continue_too(
 
 
 class _Growing(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Minibatches. The third and the sixth have 8 samples, the others 4."""
+    """Eight minibatches. The third and the sixth have 8 samples, the others have 4."""
 
     def __len__(self) -> int:
         return 8

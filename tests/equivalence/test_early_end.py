@@ -18,8 +18,8 @@ from training import State, Training, train_by_reference, train_in_pipeline
 
 
 class _Interrupted:
-    """Minibatches. When one of `ranks` reads this minibatch, it gets a Ctrl-C. torchrun sends one to all
-    ranks."""
+    """Minibatches. Each of `ranks` gets a Ctrl-C when it reads minibatch number `minibatch`. torchrun sends a
+    Ctrl-C to all ranks."""
 
     def __init__(self, training: Training, minibatch: int, ranks: tuple[int, ...]) -> None:
         self._batches = list(training.data())

@@ -42,7 +42,8 @@ def test_losses_weights_buffers_and_versions_equal_the_references(
 def test_several_stages_do_not_train_as_a_plain_loop_does(
     farm: Farm, case_name: str, num_stages: int
 ) -> None:
-    # Otherwise a run that drained the pipeline at every minibatch would pass all tests of equality.
+    # If the losses equalled a plain loop's, a run that drained the pipeline at every minibatch would pass all
+    # tests of equality.
     training = Training(case_name, num_stages)
     result, _ = farm.results(train_in_pipeline, training, num_ranks=num_stages)[0]
     plain_losses, _ = train_plainly(training)
@@ -149,7 +150,7 @@ def test_data_of_unknown_length_train_to_their_end(
 
 
 class Join(torch.nn.Module):
-    """{"a": x, "pair": (y, scale)} -> x + scale y, and y again for a later stage."""
+    """Maps {"a": x, "pair": (y, scale)} to x + scale y, and passes y on to a later stage."""
 
     def forward(self, value: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         y, scale = value["pair"]

@@ -471,8 +471,7 @@ def _train_with_two_kinds(*shapes: tuple[int, int]) -> RunResult:
 
 def test_one_kind_too_many_is_planned_for_as_large_as_the_one_that_is_smallest_with_it(farm: Farm) -> None:
     # The plan has two kinds of shapes, (2, 128) and (16, 16), and may not have a third. So (6, 64) is planned
-    # for together with (2, 128), and
-    # then (17, 2) together with (16, 16).
+    # for together with (2, 128), and then (17, 2) together with (16, 16).
     shapes = [_WIDE, (6, 64), (6, 128), (17, 2), (17, 16)]
     result = farm.results(_train_with_two_kinds, *shapes, num_ranks=2)[0]
     assert result.drained_at == [1, 3]

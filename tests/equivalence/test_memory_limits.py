@@ -26,8 +26,8 @@ _WIDTHS = (16, 64, 256, 64, 16, 64, 256, 64, 16)
 
 
 def _model() -> nn.Sequential:
-    """Activations of 48 to 768 KiB, weights of 4 or 64 KiB. Every second boundary is a wide one, so that some
-    stages have large inputs and others large outputs."""
+    """Returns a model with activations of 48 to 768 KiB and weights of 4 or 64 KiB. Some cuts are narrow and
+    some are wide, so some stages have large inputs and others large outputs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         pairs = itertools.pairwise(_WIDTHS)
@@ -85,7 +85,7 @@ def test_versions_and_state_take_what_was_predicted(farm: Farm, optimizer: str) 
 
 
 def _train_wide(optimizer: str) -> RunResult:
-    """Weights of 256 KiB, and activations that are small beside them."""
+    """Trains a model with weights of 256 KiB and small activations."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)))
@@ -169,7 +169,8 @@ def test_a_plan_made_within_memory_runs_within_the_same(
 
 
 def test_a_worker_that_needs_more_recomputes_and_keeps_the_limit_and_the_numbers(farm: Farm) -> None:
-    # With two stages both cuts are narrow: a recompute need not keep wide outputs until they are sent.
+    # With two stages the cut is narrow, so a recompute does not have to keep wide outputs until they are
+    # sent.
     free = farm.results(_train, 2, 2, num_ranks=2)[0]
     needed = _needed_bytes(free)
     limit = needed[0] - 1

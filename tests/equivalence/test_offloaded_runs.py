@@ -1,4 +1,5 @@
-"""Offloading weight versions and activations changes no number, and keeps on the device what it promises."""
+"""Offloading weight versions and activations changes no number. The device then holds no more than offloading
+promises."""
 
 from __future__ import annotations
 
@@ -234,7 +235,7 @@ def test_autocast_clipping_schedulers_and_uneven_microbatches_change_nothing(
         max_grad_norm=0.5,
         lr_scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
     )
-    # Six samples in four microbatches are three of two: the fourth is empty.
+    # Six samples are cut into microbatches of 2, 2, 2 and 0.
     _assert_equals_without(farm, training, [_BOTH, _NOTHING])
 
 

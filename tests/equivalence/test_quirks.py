@@ -350,8 +350,7 @@ def _loader_that_reuses_its_memory() -> DataLoader[Any]:
 def test_data_that_reuses_its_memory_trains_as_data_that_does_not(
     farm: Farm, in_flight: tuple[int, ...], make_data: Callable[[], Any], recompute: bool
 ) -> None:
-    # The only or the last stage, with several minibatches in flight, once trained on the newest one's
-    # targets.
+    # With several minibatches in flight, the last stage once trained on the targets of the newest minibatch.
     num_stages = len(in_flight)
     plan = Plan(Plan.straight(5, num_stages).stages, in_flight=in_flight)
     options: dict[str, Any] = {"plan": plan, "recompute": recompute}
@@ -361,7 +360,7 @@ def test_data_that_reuses_its_memory_trains_as_data_that_does_not(
     assert losses == pytest.approx(_expect(_plain_model, num_stages, **options)[0], rel=1e-9)
 
 
-# Parameters that are reached in another way than by the module's own attribute.
+# The layers below reach parameters in another way than by the module's own attribute.
 
 
 class _Keeps(nn.Module):
@@ -406,7 +405,8 @@ def _model_that_keeps_none() -> nn.Sequential:
 
 
 def test_parameters_that_layers_keep_elsewhere_are_trained(farm: Farm) -> None:
-    # Such layers once computed with the initial weights, and their gradients were lost.
+    # Layers that keep parameters elsewhere once computed with the initial weights, and their gradients were
+    # lost.
     losses, state = farm.results(_run, _model_that_keeps_parameters, 2, num_ranks=2)[0]
     for make_model in (_model_that_keeps_none, _model_that_keeps_parameters):
         wanted_losses, wanted = _expect(make_model, 2)
@@ -510,8 +510,7 @@ def test_checkpointed_batch_norms_count_a_minibatch_once_under_microbatches(
 
 def test_without_microbatches_checkpointed_batch_norms_are_those_of_a_plain_loop(farm: Farm) -> None:
     # In a plain loop, a checkpointed batch norm counts two steps per minibatch: one in the forward, and one
-    # in the
-    # backward, which repeats the forward.
+    # in the backward, which repeats the forward.
     make_model = functools.partial(_model_with_checkpoints, _Checkpointed)
     wanted_losses, wanted = _train_plainly()
     losses, state = farm.results(_run, make_model, 2, num_ranks=2, schedule="flush")[0]

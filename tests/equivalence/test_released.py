@@ -1,5 +1,5 @@
-"""A run that has ended keeps no object alive, even before a garbage collection: its pool may be most of a
-GPU."""
+"""A run that has ended keeps no object alive, even before a garbage collection, because its pool may be most
+of a GPU's memory."""
 
 from __future__ import annotations
 
@@ -140,8 +140,7 @@ class _Last(nn.Module):
 )
 def test_nothing_is_left_of_a_run_that_has_ended(farm: Farm, options: dict[str, Any]) -> None:
     # Runners once held their own bound methods, which made reference cycles. Three runs of a 64 MiB model
-    # then had 633, 761 and 761 MiB
-    # resident.
+    # then had 633, 761 and 761 MiB resident.
     for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=2, **options):
         assert (end, left) == ("done", [])
 

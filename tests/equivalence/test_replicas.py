@@ -71,7 +71,7 @@ def test_other_schedules_give_the_references_result(
     assert_equals_reference(farm, _training("cnn", replicas, schedule=schedule))
 
 
-# A round has 6 minibatches, several for each replica. The last round is short in every possible way.
+# A round has 6 minibatches, several for each replica. The last round has from 1 to 5 of them.
 @pytest.mark.parametrize("num_minibatches", [1, 3, 4, 5, 9, 11])
 @pytest.mark.parametrize("replicas", [(2, 3), (3, 2)], ids=["2-3", "3-2"])
 def test_a_short_round_of_several_minibatches_each_gives_the_references_result(

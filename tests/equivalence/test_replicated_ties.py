@@ -1,4 +1,4 @@
-"""Stages with replicas share parameters, with the numbers of the oracle.
+"""Stages with replicas that share parameters give the oracle's numbers.
 
 All uses in a minibatch read one version. In each round the owner makes one update with the gradients of all
 uses.

@@ -52,8 +52,7 @@ _STAGE_COUNTS = {schedule: (1, 2, 4) if schedule == "interleaved" else (1, 2, 3,
 
 def _microbatch_counts(schedule: str, num_stages: int) -> tuple[int, ...]:
     """2bw needs at least as many microbatches as are in flight. 6 samples in 4 or 5 microbatches make 3
-    pieces, so 1 or 2
-    are empty.
+    pieces, so 1 or 2 are empty.
     """
     return (num_stages, num_stages + 1, 6) if schedule == "2bw" else (1, 2, 4)
 
@@ -199,7 +198,7 @@ def test_every_pair_of_options_equals_the_reference(farm: Farm, row: Row) -> Non
     ids=["StepLR", "OneCycleLR", "max_grad_norm", "autocast"],
 )
 def test_an_option_changes_what_the_reference_computes(options: dict[str, Any], schedule: str) -> None:
-    # Otherwise a pipeline that ignored it would pass.
+    # If an option changed nothing, a pipeline that ignores the option would pass.
     training = _training("cnn", 2, schedule, 2, dtype=torch.float32)
     plain, _ = train_by_reference(training)
     assert train_by_reference(replace(training, **options))[0].losses[1:] != plain.losses[1:]

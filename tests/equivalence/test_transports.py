@@ -440,8 +440,7 @@ def test_a_gradient_that_overflowed_before_int8_is_found_and_skipped_behind_it(f
         # There are 28 roundings: 7 minibatches, 2 cuts and 2 directions. Each rounding errs by at most half a
         # unit of the last place: 2^-9 of the value with bf16, 2^-12 with fp16, and 2^-8 of a block's largest
         # value with int8. Here such a relative error of a tensor changes the loss by about the same relative
-        # error. A codec that scrambled tensors
-        # would be off by the loss itself.
+        # error. A codec that scrambled tensors would be off by the loss itself.
         ("bf16", 28 * 2**-9),
         ("fp16", 28 * 2**-12),
         ("int8", 28 * 2**-8),

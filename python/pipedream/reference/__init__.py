@@ -1,9 +1,11 @@
 """The reference is a slow, simple, single-process implementation of the schedules, in plain PyTorch.
 
 It keeps a full copy of every weight version that may still be read, and computes one minibatch after another.
-It shows which numbers a schedule must give, not how to get them fast. The fast implementation is compared
-with it. For random numbers see seeding.py. All stages of a cut module are one module here, so a counter that
-its forward stores in an attribute counts once per stage. Each worker has its own copy of the module.
+It shows which numbers a schedule must give, not how to get them fast. Tests compare the pipeline with it. For
+random numbers see model/seeding.py.
+
+All stages of a cut module are one module here. So if the module's code counts in an attribute, it counts once
+per stage. In the pipeline each worker has its own copy of the module.
 
     a minibatch   1. Make leaves of every parameter, with the contents of the versions that its microbatches
                   read.
@@ -11,7 +13,7 @@ its forward stores in an attribute counts once per stage. Each worker has its ow
                   3. Only for unstashed: overwrite the leaves with the newest version, in place.
                   4. Run the backward of each microbatch, in the same order. Gradients add up in the leaves.
                   5. After the last minibatch of a round, update the model's own parameters, once per stage,
-                     with the mean of the round's gradients. They are the newest version.
+                     with the mean of the round's gradients. The model has the newest version.
 
 Without replicas a round is one minibatch. With replicas, the microbatches go to a stage's r replicas in turn,
 and are computed one after another. A round has the smallest number of minibatches that gives each replica of

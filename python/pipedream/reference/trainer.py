@@ -196,8 +196,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def _statistics_kept(self) -> Iterator[None]:
-        """Returns a context around a backward, because layers with activation checkpointing run their forward
-        again in it."""
+        """Returns a context for a backward, in which forwards do not count for the running statistics. Layers
+        with activation checkpointing repeat their forward in the backward."""
         with contextlib.ExitStack() as around:
             for stage in self._stages:
                 if stage.statistics is not None:

@@ -428,7 +428,7 @@ def _read_from(generators: RngStream | None, batches: Iterator[tuple[Any, Any]])
 
 
 def _minibatches(data: Iterable[Any], epochs: int, seen: list[int]) -> Iterator[tuple[Any, Any]]:
-    """Yields the minibatches of all epochs. seen: gets the epoch of each."""
+    """Yields the minibatches of all epochs, and adds the epoch of each to `seen`."""
     minibatch = 0
     for epoch in range(epochs):
         first_of_epoch = minibatch
