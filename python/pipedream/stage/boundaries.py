@@ -41,8 +41,8 @@ __all__ = [
 
 
 class BoundaryListener(Protocol):
-    """Works at boundaries of a worker. Each call is for one stage and one boundary. events: bits, as
-    EVALUATE."""
+    """Works at boundaries of a worker. Each call is for one stage and one boundary. events: bits such as
+    EVALUATE, combined."""
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
         """Called before the stage's forward of this minibatch, after all its earlier forwards."""

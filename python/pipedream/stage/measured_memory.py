@@ -59,7 +59,8 @@ class MeasuredMemory:
         servers: Mapping[int, ShardClient],
         device: torch.device,
     ) -> None:
-        """predicted: bytes of each memory term. runners: by stage. servers: by stage, if it has replicas."""
+        """predicted: bytes of each memory term. runners: the runner of each stage. servers: the shard client
+        of each stage that has replicas."""
         self._predicted = predicted
         self._runners = runners
         self._servers = servers

@@ -1,10 +1,10 @@
 """A spare is a worker beside the replicas of a stage. It owns a shard of the stage's parameters and has no
 minibatches. This module is its loop.
 
-    round t                      who                    what travels, chunk by chunk
-    RECV push                    all with a minibatch   their gradients of its shard
-    UPDATE                       the spare              makes the mean, and version t + 1 of its shard
-    SEND pull, with the update   to all replicas        version t + 1 of its shard
+    round t
+    RECV push                    gradients of the shard, from all replicas that have a minibatch in the round
+    UPDATE                       makes the mean gradient, and version t + 1 of the shard, chunk by chunk
+    SEND pull, with the update   version t + 1 of the shard, to all replicas
 
 The core's program gives the order (transfers.h). A ParameterServer makes the means and the versions, as at
 a replica. Owned by the worker's compute thread.
@@ -35,7 +35,7 @@ __all__ = ["SpareLoop"]
 
 _NO_FIELDS = _core.ItemFields()
 # The number of updates that are measured. The first update makes the optimizer's state. Measuring slows down
-# each operator, so it stops then.
+# each operator, so later updates are not measured.
 _NUM_MEASURED = 8
 
 

@@ -127,7 +127,7 @@ class WorkerLoop:
         predicted: bytes of each memory term.
         torch_pool: the memory in which forwards and backwards make their tensors. None: torch allocates them.
         steered: the objects that can end the run early or change it.
-        evaluation: None without validation.
+        evaluation: the plan of the evaluations; None without validation.
         make_saver: makes the saver of the stages. None where no checkpoint is written.
         saving: decides on checkpoints that do not follow from the data."""
         self._core = core

@@ -1,4 +1,4 @@
-"""The runner executes the work items of one stage. Each kind of item reads and makes:
+"""The runner executes the work items of one stage. Each kind of item has these inputs and outputs:
 
     FORWARD    data or received tensors -> outputs, stashed       BACKWARD  stashed, gradients -> gradients
     RECOMPUTE  stashed -> stashed with its graph                  UPDATE    gradients -> the next version

@@ -103,8 +103,8 @@ class AsynchronousServer(ShardClient):
         self._num_unmeasured = 0 if self._stream is not None else _NUM_MEASURED_MAX
         # State of both threads.
         self._lock = threading.Condition()
-        """Guards the attributes below, and the contents of the master and the optimizer. It is notified
-        when a gradient of another replica is in the shard, and when no more will come."""
+        """Guards the attributes below, and the contents of the master and the optimizer. Threads that wait on
+        it are notified when a gradient of another replica is in the shard, and when no more will come."""
         self._pieces = self._pieces_of_master(layout)
         self._updates = _core.ShardUpdates(
             num_replicas=self._rounds.num_replicas, num_parts=len(self._parts), first_round=first

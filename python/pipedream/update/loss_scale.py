@@ -55,8 +55,8 @@ class LossScaling:
         """Updates that overflowed in the run before this one, and that no activation has reported. Numbers as
         in `_skipped`."""
         self._heard_at: list[int] = []
-        """Updates that brought a report of an overflow (hear()). Numbers as in `_skipped`. Each counts for
-        the first scale that is chosen with that microbatch or a later one."""
+        """Updates that brought a report of an overflow (hear()). Numbers as in `_skipped`. Each report counts
+        for the first scale that is chosen with the update's microbatch or a later one."""
         self._minibatches_per_scale = _core.rounds_of(schedule, last).minibatches_per_round
         self._exchanges = self._scaler is not None and num_replicas > 1 and not drains
         self._round = -1  # the round that has this scale
