@@ -22,7 +22,7 @@ namespace {
 constexpr auto kPatience = std::chrono::seconds(60);
 constexpr std::int64_t kPoison = -1;
 
-// Every schedule that the planner or a user can ask for, small.
+// Every schedule of a straight or interleaved plan, with few stages and microbatches.
 std::vector<ScheduleOptions> every_schedule() {
   std::vector<ScheduleOptions> cases;
   for (const std::string& schedule : pipeline_schedules()) {
