@@ -24,20 +24,21 @@ namespace pipedream {
 [[nodiscard]] std::vector<StageIndex> stages_at(const ScheduleOptions& options, Rank rank);
 [[nodiscard]] std::int64_t in_flight_at(const ScheduleOptions& options, StageIndex stage);
 // The fewest minibatches that give every replica of every stage equally many microbatches. A result above
-// kMinibatchesPerRoundMax only means that the number is above that.
+// kMinibatchesPerRoundMax is not exact: it only says that the number exceeds this maximum.
 [[nodiscard]] std::int64_t common_round(const ScheduleOptions& options);
 
 [[nodiscard]] Rounds make_rounds(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] bool drains(const ScheduleOptions& options);
-// The number of rounds by which an update comes later than the last backward that it needs. At a replicated
-// stage it is half of the staleness, rounded up. So long other replicas' gradients may take to arrive. The
-// other half is the time for the update's new version to reach the other replicas.
+// The number of rounds by which an update comes later than the last backward that it needs. At a stage with
+// one replica it is 0. At a replicated stage it is half of the staleness, rounded up: the time for other
+// replicas' gradients to arrive. The rest of the staleness is the time for the new version to reach the other
+// replicas.
 [[nodiscard]] std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] MicrobatchOrder order_of(const ScheduleOptions& options);
 // The stage's rounds, counted in positions of order_of() and not in microbatches. They include positions
 // whose microbatch does not exist.
 [[nodiscard]] Rounds positions_of(const ScheduleOptions& options, StageIndex stage);
-// The most positions of the order that are forwarded and not yet backwarded at the worker.
+// The largest number of positions of order_of() that the worker has forwarded and not yet backwarded.
 [[nodiscard]] std::int64_t window_of(const ScheduleOptions& options, Rank rank);
 // The rules for the versions that forwards and backwards read (program.cc).
 [[nodiscard]] VersionRule forward_rule(const ScheduleOptions& options, StageIndex stage);

@@ -18,7 +18,7 @@ std::size_t index_of(Opcode opcode) { return static_cast<std::size_t>(opcode); }
 std::size_t index_of(StageIndex stage) { return static_cast<std::size_t>(stage.value()); }
 
 // Checks one stage's instructions in a list, one after the other, and counts what they do. An item is a
-// microbatch of the replica, as its index among the replica's own since the start of the run
+// microbatch of the replica. Its number counts the replica's microbatches from the start of the run
 // (Rounds::own_index()).
 class StageChecker {
  public:
@@ -83,7 +83,8 @@ class StageChecker {
   std::int64_t num_forwarded_ = 0;                             // items
   std::int64_t num_backwarded_ = 0;
   bool recomputed_ = false;  // whether the next item to go backward is recomputed
-  // The last boundary of each opcode of boundaries, and the number of its instructions there so far.
+  // For each opcode of evaluations: the last boundary at which the list has the opcode, and the number of the
+  // opcode's instructions there so far.
   struct AtBoundary {
     MinibatchId minibatch{-1};
     std::int64_t num_done = 0;
@@ -352,7 +353,7 @@ class ListChecker {
     }
   }
 
-  // The first fault with its place, or empty.
+  // Returns the first fault with its place in the list; an empty text if there is none.
   [[nodiscard]] std::string run(const std::vector<Instruction>& program) {
     for (std::size_t position = 0; position < program.size(); ++position) {
       if (travels(program[position].opcode)) continue;

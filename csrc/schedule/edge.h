@@ -54,9 +54,8 @@ struct Edge {
   friend auto operator<=>(const Edge&, const Edge&) = default;
 };
 
-// The number of microbatches that a channel of an edge between stages has room for. A receiver of gradients
-// has one slot for the gradient in use and one for the next. A receiver of activations has more slots,
-// because it keeps each activation until its backward.
+// The number of slots of a receiver of gradients: one for the gradient in use and one for the next gradient.
+// A receiver of activations has more slots, because it keeps each activation until its backward.
 inline constexpr std::int64_t kNumGradientSlots = 2;
 // The most items that an edge of kind kEvaluation holds. If it is full, its sender waits.
 inline constexpr std::int64_t kNumEvaluationSlots = 2;
@@ -78,7 +77,8 @@ struct EdgeHash {
   }
 };
 
-// "activation stage 0 to stage 1"; with replicas other than the first "stage 0 replica 2 to stage 1"
+// Returns a name such as "activation stage 0 to stage 1". Replicas other than the first are named:
+// "activation stage 0 replica 2 to stage 1".
 [[nodiscard]] std::string to_string(const Edge& edge);
 
 }  // namespace pipedream

@@ -16,12 +16,12 @@
 // to begin its block. There is no deadlock as long as no instruction before a block, at any worker, needs one
 // after a block. Two places for the block guarantee that:
 //
-//   - right behind UPDATE N - 1 and the first forward of minibatch N, whichever is later. A stage never
-//     has more forwards in flight than the stage upstream of it, so the stage upstream has made all
-//     activations that this stage forwards before its block.
-//   - on a plan without replicas whose schedule does not drain, before UPDATE N or the first forward of a
-//     microbatch from number N m + max(1, n_0 - 1) on. Stage 0 gets there right behind UPDATE N - 1,
-//     and the other stages have work until the first evaluated activation reaches them.
+//   - if the plan has replicas or the schedule drains: right behind UPDATE N - 1 and the first forward of
+//     minibatch N, whichever is later. A stage never has more forwards in flight than the stage upstream
+//     of it, so the stage upstream has made all activations that this stage forwards before its block.
+//   - otherwise: before UPDATE N or the first forward of a microbatch from number N m + max(1, n_0 - 1) on,
+//     whichever is earlier. Stage 0 gets there right behind UPDATE N - 1, and the other stages have work
+//     until the first evaluated activation reaches them.
 //
 // If the schedule drains, stage 0 may also evaluate before the first forward of minibatch N. Then callbacks
 // that must answer before N starts already know the evaluation's result. A stage downstream waits for the
@@ -45,7 +45,8 @@ namespace pipedream {
 // The most minibatches of one evaluation. One number is left for the item that ends it.
 inline constexpr std::int64_t kEvaluatedMinibatchesMax = kNumMicrobatchesMax - 1;
 
-// The weight version that a stage with these rounds has before minibatch `boundary`. Expects a boundary.
+// The weight version that a stage with these rounds has before minibatch `boundary`. `boundary` must be a
+// boundary, as explained above.
 [[nodiscard]] WeightVersion version_at_boundary(const Rounds& rounds, MinibatchId boundary);
 
 class Evaluations {
@@ -65,10 +66,11 @@ class Evaluations {
   // The EVALUATE to do next. Call this and the functions below only while an evaluation is_due().
   [[nodiscard]] Instruction current() const;
   void advance();
-  // Says that current() is the last EVALUATE of its stage. May be called again with the same number.
+  // Says that current() is the last EVALUATE of its stage. The last EVALUATE has the same microbatch number
+  // at all stages of a worker. So a later call, for another stage, must come at the same number.
   void end();
-  // Whether current() may be the last EVALUATE of its stage; with is_last false, whether it may be an earlier
-  // one. Ask before you believe another process.
+  // Whether current() may be the last EVALUATE of its stage. With is_last false: whether it may be an
+  // EVALUATE before the last. Call this before you trust what another process says about it.
   [[nodiscard]] bool may_be(bool is_last) const;
 
  private:

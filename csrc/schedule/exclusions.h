@@ -13,7 +13,8 @@
 
 namespace pipedream {
 
-// An option, or a property of a plan, a model or data, that something else excludes.
+// An option, or a property of a plan, a model or data. Exclusion, below, says which two of them exclude each
+// other.
 enum class Trait : std::uint8_t {
   kAsp,
   kSsp,
@@ -89,7 +90,8 @@ struct Exclusion {
 [[nodiscard]] std::optional<Trait> find_trait(std::string_view key);
 // The first row whose two traits are both set; null if there is none.
 [[nodiscard]] const Exclusion* first_exclusion(const Traits& traits);
-// "sync is 'asp', and staleness is 1: because; remedy". first, second: the texts for the two traits.
+// Returns the error's text, such as "sync is 'asp', and staleness is 1: ", then the reason and the remedy.
+// first, second: the texts for the two traits.
 [[nodiscard]] std::string refusal(const Exclusion& exclusion, std::string_view first,
                                   std::string_view second);
 

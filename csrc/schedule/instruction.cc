@@ -1,4 +1,4 @@
-// Text of an instruction, and back. Pure; any thread.
+// Writes an instruction as text, and reads such a text. Pure; any thread.
 #include "schedule/instruction.h"
 
 #include <algorithm>

@@ -28,15 +28,20 @@ struct Instruction {
   friend bool operator==(const Instruction&, const Instruction&) = default;
 };
 
-// "FORWARD stage 0 minibatch 3 microbatch 0 reads version 1", "UPDATE stage 0 minibatch 3 writes version 4",
-// for replicas after the first "UPDATE stage 0 replica 1 minibatch 4 writes version 3",
-// "SEND activation stage 0 to stage 1 minibatch 3 microbatch 0", "RECV tied_version stage 0 to stage 2
-// minibatch 3": the version that the owner's update of minibatch 3 wrote; "EVALUATE stage 1 minibatch 4
-// microbatch 2 reads version 4": validation minibatch 2, with the weights before minibatch 4
+// Returns the instruction as text, for example
+//
+//   FORWARD stage 0 minibatch 3 microbatch 0 reads version 1
+//   UPDATE stage 0 minibatch 3 writes version 4
+//   UPDATE stage 0 replica 1 minibatch 4 writes version 3       replica 0 is not named
+//   SEND activation stage 0 to stage 1 minibatch 3 microbatch 0
+//   RECV tied_version stage 0 to stage 2 minibatch 3            written by the owner's update of minibatch 3
+//   EVALUATE stage 1 minibatch 4 microbatch 2 reads version 4   of validation minibatch 2, with the weights
+//                                                               before minibatch 4
 [[nodiscard]] std::string to_string(const Instruction& instruction);
 
 // The inverse of to_string(). Allows blanks at both ends. Throws UserError naming the text and what is wrong.
-// For an unknown opcode the error offers those of a run's lists, or those that a written program may have.
+// For an unknown opcode the error lists the known opcodes. is_of_program: list only those that a written
+// program may have.
 [[nodiscard]] Instruction parse_instruction(std::string_view text, bool is_of_program = false);
 
 }  // namespace pipedream

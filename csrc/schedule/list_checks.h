@@ -1,4 +1,4 @@
-// These parts of the validator check one worker's list by itself. Pure; any thread.
+// Declares the validator's checks of one worker's list by itself (validator.h). Pure; any thread.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace pipedream {
 
-// "worker 1, position 3, FORWARD stage 1 ..."; "end of the program" behind the last.
+// Names a position of a worker's list for errors: "worker 1, position 3, FORWARD stage 1 ...". The position
+// after the last instruction is "worker 1, position 8, end of the program".
 [[nodiscard]] std::string name_position(Rank rank, const std::vector<Instruction>& program,
                                         std::size_t position);
 
@@ -40,7 +41,7 @@ struct StageCounts {
 [[nodiscard]] std::string check_computed(const ListToCheck& list, std::vector<StageCounts>& counts);
 
 // Checks the transfers: an instruction has received the items that it needs, and every item that it makes is
-// sent once, before the next one of its kind is made.
+// sent once, before the next item of its kind is made.
 [[nodiscard]] std::string check_transfers(const ListToCheck& list);
 
 }  // namespace pipedream

@@ -332,8 +332,8 @@ void ListedProgram::check_whole_body(const Place& place, std::int64_t num_update
   }
 }
 
-// Names the item behind those for which the replica's list, in which they are in order, has such
-// instructions.
+// Names the first microbatch or round of the replica for which its list has no instruction of this opcode.
+// The instructions of an opcode stand in the order of their microbatches or rounds.
 std::string ListedProgram::name_of_next(const Place& place, const OpcodeTraits& traits) const {
   const auto num_listed =
       std::ranges::count_if(list_of(place.rank).instructions, [&](const Instruction& instruction) {
@@ -342,7 +342,8 @@ std::string ListedProgram::name_of_next(const Place& place, const OpcodeTraits& 
   return name_of_item(place, traits, num_listed);
 }
 
-// "minibatch 3 microbatch 0". index: among the replica's own items of such instructions.
+// Returns a name such as "minibatch 3 microbatch 0". index: counts the replica's own microbatches, or its
+// rounds if the opcode has one instruction per round.
 std::string ListedProgram::name_of_item(const Place& place, const OpcodeTraits& traits,
                                         std::int64_t index) const {
   const Rounds& rounds = rounds_of_stage(place.stage);
@@ -352,7 +353,8 @@ std::string ListedProgram::name_of_item(const Place& place, const OpcodeTraits& 
   return minibatch + " microbatch " + std::to_string(rounds.microbatch_of(number).value());
 }
 
-// By the number of a microbatch; of the round's first, where the instructions are of rounds.
+// Returns the number of the microbatch with this index (name_of_item()), or of the first microbatch of the
+// round with this index.
 std::int64_t ListedProgram::number_of_item(const Place& place, const OpcodeTraits& traits,
                                            std::int64_t index) const {
   const Rounds& rounds = rounds_of_stage(place.stage);
@@ -403,9 +405,9 @@ void ListedProgram::check_run() const {
   if (!report.ok) refuse_run(report, programs);
 }
 
-// The validator names places in the run's lists, which have transfers. The error names lines of the text
-// instead: of the one instruction that is wrong, or of those that wait in a deadlock. Other errors are passed
-// on as they are.
+// Throws the validator's error. The validator names places in the run's lists, which have transfers. The
+// thrown error names lines of the text instead: the line of the wrong instruction, or in a deadlock the lines
+// of all waiting instructions. An error that names no instruction of the text is thrown unchanged.
 void ListedProgram::refuse_run(const ReplayReport& report,
                                const std::vector<std::vector<Instruction>>& programs) const {
   std::string waits;
@@ -437,8 +439,8 @@ std::optional<std::int64_t> ListedProgram::find_position(Rank rank, const Instru
   return std::nullopt;
 }
 
-// "line 4, BACKWARD stage 0 minibatch 0 microbatch 0 waits for the gradient from stage 1". rest: the worker's
-// remaining instructions in the run, of which the first one waits.
+// Returns text such as "line 4, BACKWARD stage 0 minibatch 0 microbatch 0 waits for the gradient from stage
+// 1". rest: the worker's remaining instructions in the run, of which the first one waits.
 std::string ListedProgram::describe_wait(Rank rank, std::span<const Instruction> rest) const {
   const auto next = std::ranges::find_if_not(
       rest, [](const Instruction& instruction) { return travels(instruction.opcode); });

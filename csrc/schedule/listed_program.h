@@ -115,7 +115,7 @@ class ListedProgram {
   [[nodiscard]] std::int64_t num_versions_kept(StageIndex stage) const {
     return facts_of(stage).forwards.num_versions_kept;
   }
-  // The same numbers for all stages.
+  // num_in_flight() of every stage.
   [[nodiscard]] std::vector<std::int64_t> in_flight() const;
   [[nodiscard]] std::vector<std::int64_t> versions_kept() const;
   [[nodiscard]] bool stashes(StageIndex stage) const { return !facts_of(stage).first_unstashed; }

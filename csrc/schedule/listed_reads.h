@@ -20,17 +20,18 @@ class ListedReads {
     const std::int64_t bodies = num_bodies_before(number);
     return versions_[index_of(number, bodies)] + bodies * versions_per_body_;
   }
-  // The oldest version that this number or a later one reads.
+  // The oldest version that the microbatch with this number or any later microbatch reads.
   [[nodiscard]] std::int64_t oldest_from(std::int64_t number) const {
     const std::int64_t bodies = num_bodies_before(number);
     return oldest_[index_of(number, bodies)] + bodies * versions_per_body_;
   }
-  // The newest version that this number or an earlier one reads.
+  // The newest version that the microbatch with this number or any earlier microbatch reads.
   [[nodiscard]] std::int64_t newest_until(std::int64_t number) const;
   // The largest growth of newest_until() over num_numbers microbatches.
   [[nodiscard]] std::int64_t num_new_max(std::int64_t num_numbers) const;
-  // The mean number of updates by which the version that a microbatch reads is late. The mean is over the
-  // microbatches of a body. One update is made from microbatches_per_round microbatches.
+  // The mean number of updates by which the version that a microbatch reads is older than the version that
+  // its round updates. The mean is over the microbatches of a body. A round has microbatches_per_round
+  // microbatches.
   [[nodiscard]] double mean_delay(std::int64_t microbatches_per_round) const;
 
   // The first number that repeats an earlier one.

@@ -1,4 +1,4 @@
-// A written program as text, and back. See listed_program.h.
+// Writes a written program as text, and reads such a text. See listed_program.h.
 #include <algorithm>
 #include <optional>
 #include <sstream>
@@ -146,7 +146,8 @@ std::string ListedProgram::to_text() const {
   return text.str();
 }
 
-// "keeps 2 versions; backwards read what their forwards have read"; for several stages "stage 0 keeps ...".
+// Returns a comment for the worker's list, such as "keeps 2 versions; backwards read what their forwards have
+// read". For several stages it names each stage: "stage 0 keeps ...".
 std::string ListedProgram::comment_on(Rank rank) const {
   const std::vector<StageIndex> stages = placement_.stages_at(rank);
   std::string comment;
@@ -166,8 +167,8 @@ std::string ListedProgram::note_on_unstashed() const {
   return {};
 }
 
-// "line 6, time 2 of the body: BACKWARD stage 0 ... reads version 1, and its forward (line 8) version 0; "
-// and what to write.
+// Returns text such as "line 6, time 2 of the body: BACKWARD stage 0 ... reads version 1, and its forward
+// (line 8) version 0; ", then what to write instead.
 std::string ListedProgram::describe_unstashed(StageIndex stage, bool names_lines) const {
   const std::int64_t number = *facts_of(stage).first_unstashed;
   const Rank rank = placement_.rank_of(stage, rounds_of_stage(stage).replica_of(number));
@@ -207,8 +208,8 @@ std::string ListedProgram::how_to_stash(StageIndex stage, std::int64_t number) c
 // The last minibatch that must move from the body into the warm-up, so that the microbatch's backward in the
 // body can read its forward's version. Once the bodies repeat, the backward reads a version that is too new
 // by num_too_new updates. The backward's line cannot simply name an older version, because in the first body
-// that version would be older than the first one. It can if the body begins later, by as many bodies as make
-// num_too_new updates.
+// this would be a version below 0. So the body must begin later, by as many bodies as make num_too_new
+// updates.
 std::int64_t ListedProgram::last_to_warm_up(StageIndex stage, std::int64_t number) const {
   const ListedReads& forwards = forward_reads(stage);
   const std::int64_t per_body = forwards.numbers_per_body();

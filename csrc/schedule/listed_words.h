@@ -6,7 +6,8 @@
 
 namespace pipedream {
 
-// Far above any schedule; keeps the replay of a run short.
+// The largest number in a written program. It is far above the numbers of any schedule, and keeps the replay
+// of a run short.
 inline constexpr std::int64_t kListedNumberMax = std::int64_t{1} << 16;
 
 inline std::string in_number(std::int64_t number, const std::string& noun) {

@@ -10,8 +10,8 @@
 //   forward    a0  a1  b0  b1  a2  -   b2  -       the last group is filled up with microbatches that do
 //   backward   b0  b1  a0  a1  b2  -   a2  -       not exist: their positions are passed over
 //
-// There is no deadlock for any number of microbatches. With full groups there is none, as in Megatron-LM. If
-// some microbatches are left out at all stages, the remaining ones never wait for the work that is left out.
+// There is no deadlock for any number of microbatches. Full groups have none, as in Megatron-LM. Leaving out
+// a microbatch at all stages adds none, because no other microbatch waits for the work on it.
 #pragma once
 
 #include <cstdint>

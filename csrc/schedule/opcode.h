@@ -118,7 +118,7 @@ inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
 [[nodiscard]] constexpr bool is_of_boundary(Opcode opcode) {
   return traits_of(opcode).scope == Scope::kBoundary;
 }
-// Whether the instruction is one of an evaluation's block, in which it may be the last (evaluations.h).
+// Whether an evaluation's block consists of instructions with this opcode (evaluations.h).
 [[nodiscard]] constexpr bool is_of_evaluation(Opcode opcode) {
   return traits_of(opcode).makes == EdgeKind::kEvaluation;
 }
@@ -130,7 +130,8 @@ inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
   return std::nullopt;
 }
 
-// The opcode that takes items of this kind as its input; none for kinds that the worker receives separately.
+// The opcode that takes items of this kind as its input. There is none for some kinds, such as pushes and
+// norms.
 [[nodiscard]] constexpr std::optional<Opcode> find_user(EdgeKind kind) {
   for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
     if (kOpcodeTraits.at(opcode).needs == kind) return static_cast<Opcode>(opcode);

@@ -27,7 +27,7 @@ class Placement {
   // replica and rank for places that break these rules, for a place that is given twice, and for two replicas
   // of a stage at one rank.
   explicit Placement(std::vector<Place> places);
-  // One replica of each stage at these ranks.
+  // Places one replica of each stage, at these ranks.
   [[nodiscard]] static Placement at_ranks(const std::vector<std::int64_t>& rank_of_stage);
   // Places all replicas stage by stage, each at the next rank, and then all spares stage by stage.
   // num_spares: the number of spares of each stage; empty if there are none.

@@ -16,7 +16,8 @@
 namespace pipedream {
 namespace {
 
-// Far above any cluster; keeps n_s r_s, at most twice the sum of the r_s, inside 64 bits.
+// The largest number of replicas. It is far above any cluster, and keeps n_s r_s, which is at most twice the
+// sum of the r_s, inside 64 bits.
 constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
 // The number of microbatches by which a forward's version is older than the newest possible one. It counts

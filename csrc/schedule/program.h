@@ -4,17 +4,18 @@
 //   pipedream, stage 0 of 3, one microbatch        F0 F1 | F2 B0 U0  F3 B1 U1  F4 B2 U2 | B3 U3 B4 U4
 //                                                  warm-up  steady: the repeating body    cool-down
 //   flush, stage 0 of 2, 3 microbatches            F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 U0 | F1.0 ...
-//   gpipe, the same                                F0.0 F0.1 F0.2 B0.0 B0.1 B0.2 U0 | F1.0 ...
+//   gpipe, stage 0 of 2, 3 microbatches            F0.0 F0.1 F0.2 B0.0 B0.1 B0.2 U0 | F1.0 ...
 //
-// Every schedule without chunks is 1F1B over microbatches with a window. At stage s at most W_s microbatches
-// are forwarded and not yet backwarded. A forward goes first when the window has room. The update of a
-// minibatch follows the backward of its last microbatch. Microbatches are counted through the run: microbatch
-// q of minibatch i has number k = i m + q.
+// Every schedule with one stage per worker is 1F1B over microbatches with a window. At stage s at most W_s
+// microbatches are forwarded and not yet backwarded. The next instruction is a forward if the window has
+// room, otherwise a backward. The update of a minibatch follows the backward of its last microbatch.
+// Microbatches are counted through the run: microbatch q of minibatch i has number k = i m + q, where a
+// minibatch has m microbatches. n_s is the number in flight that the plan gives stage s (derive_in_flight()).
 //
 //   schedule                  W_s             microbatch k reads                 versions kept
 //   pipedream                 n_s             max(0, floor((k - n_s + 1) / m))   1 + ceil((n_s - 1) / m)
 //   vertical_sync             n_s             max(0, floor((k - n_0 + 1) / m))   1 + ceil((n_0 - 1) / m)
-//   unstashed                 n_s             as pipedream, its backward i       1
+//   unstashed                 n_s             as pipedream; its backward: i      1
 //   2bw, m >= n_s - 1         n_s             max(0, i - 1)                      2
 //   flush                     min(m, n_s)     i                                  1
 //   gpipe                     m               i                                  1
@@ -22,18 +23,18 @@
 //   data_parallel, one stage  1               i                                  1
 //   interleaved               as Megatron-LM  i                                  1
 //
-// So with m >= n_s only the first n_s - 1 microbatches of a minibatch are one update late. flush, gpipe,
-// model_parallel, data_parallel and interleaved drain: they forward a minibatch only after the update of the
-// one before. Only with `interleaved` does a worker hold several stages: stage s lies at worker s mod W.
-// Inside a worker the backwards of one stage go in the order of its forwards.
+// So under pipedream with m >= n_s only the first n_s - 1 microbatches of a minibatch are one update late.
+// flush, gpipe, model_parallel, data_parallel and interleaved drain: they forward a minibatch only after the
+// update of the minibatch before. Only with `interleaved` does a worker hold several stages: stage s lies at
+// worker s mod W. Inside a worker the backwards of one stage go in the order of its forwards.
 //
 // Replicas. In a stage with r_s replicas, microbatch k goes to replica k mod r_s. Each replica has a program
-// over its own microbatches, in their order. A round is R_s = lcm(m, r_s) / m minibatches in a row, and the
-// mean of their gradients makes one update. So each replica has c_s = R_s m / r_s microbatches of a round. A
-// schedule that drains has the same rounds at all stages, R = lcm(m, all r_s) / m, and drains after every
-// round. With m a multiple of every r_s a round is one minibatch. The last round of a run may be short; its
-// mean is over its minibatches. A version counts rounds; j = floor(i / R_s) is the round of minibatch i. k'
-// counts a replica's own microbatches, k' = floor(k / r_s).
+// of its own, over its own microbatches in their order. A round is R_s = lcm(m, r_s) / m minibatches in a
+// row, and the mean of their gradients makes one update. So each replica has c_s = R_s m / r_s microbatches
+// of a round. A schedule that drains has the same rounds at all stages, R = lcm(m, all r_s) / m, and drains
+// after every round. With m a multiple of every r_s a round is one minibatch. The last round of a run may be
+// short; its mean is over its minibatches. A version counts rounds; j = floor(i / R_s) is the round of
+// minibatch i. k' counts a replica's own microbatches, k' = floor(k / r_s).
 //
 //   pipedream, stage 0 of 2-1: replica 0   F0 F2 | B0 U0 F4 B2 U2 F6 ...    U2: of the round from minibatch 2
 //                              replica 1   F1 F3 | B1 U0 F5 B3 U2 F7 ...
@@ -45,25 +46,25 @@
 //   vertical_sync            floor(v_0 R_0 / R_s), with               1 + ceil(d / M_s), with M_s = R_s m
 //                            v_0 = max(0, floor((floor(k / r_0)       and d = (n_0 - 1) r_0 + M_0
 //                                         - n_0 + 1) / c_0))                  - gcd(M_0, M_s)
-//   unstashed                as pipedream, its backward j             1
+//   unstashed                as pipedream; its backward: j            1
 //   2bw, c_s >= n_s - 1      max(0, j - 1)                            2
 //   flush, gpipe,            j = floor(i / R)                         1
 //   model_parallel, data_parallel
 //
 // With replicas W_s is min(c_s, n_s) for flush and c_s for gpipe.
 //
-// Every replica owns a shard of the stage's parameters, which it alone updates. For that it needs the
-// gradients of all members of the round, and the others need its new version (PUSH and PULL, transfers.h). So
-// every replica has the UPDATE of every round, even of a short last round in which it has no minibatch. The
-// UPDATE follows the backward of the replica's last microbatch of the round. With a staleness of k rounds, at
-// replicated stages, it comes ceil(k / 2) of the replica's rounds later. That divides the slack: half of it
-// gives the other replicas' gradients time to arrive, and half gives the new version time to reach the other
-// replicas. So with k = 2 a replica does not wait for another one that is up to a round behind. The stage
-// keeps as many versions as can exist at once. Version j + 1 of another replica's shard may arrive as soon as
-// the replica has pushed for round j, and is then written at once.
+// Every replica owns a shard of the stage's parameters, which it alone updates. For an update it needs the
+// gradients of all members of the round, and the other replicas need its new version (PUSH and PULL,
+// transfers.h). So every replica has the UPDATE of every round, even of a short last round in which it has no
+// minibatch. The UPDATE follows the backward of the replica's last microbatch of the round. With a staleness
+// of x rounds, at replicated stages, it comes ceil(x / 2) of the replica's rounds later. So half of the
+// staleness gives the other replicas' gradients time to arrive, and half gives the new version time to reach
+// the other replicas. With x = 2 a replica does not wait for another replica that is up to a round behind.
+// The stage keeps as many versions as can exist at once. Version j + 1 of another replica's shard may arrive
+// as soon as the replica has pushed for round j, and is then written at once.
 //
 // Spares are workers that own shards but have no minibatches (BytePS, OSDI'20: CPU machines that share the
-// load of summing). A spare's program is the UPDATE of every round, from version 0 on, after all members have
+// load of summing). A spare's program is the UPDATE of every round, each after all members of the round have
 // pushed. Spares do not change which versions are read. Their replica indices follow the replicas'.
 //
 //   stage 0 of 2-1 with a spare: replica 2   RECV push from 0, from 1   U0   SEND pull to 0, to 1   RECV ...
@@ -74,19 +75,20 @@
 // as static as in other schedules, and no replica waits for another's gradient. Only the content of a version
 // depends on time.
 //
-// interleaved is 1F1B too, over the order of microbatch_order.h and with a window over the whole worker w of
-// W: 2 (W - w - 1) + (C - 1) W + 1 with C > 1 chunks. With one chunk it is flush with n_s = S - s. Worker 0
-// of 2 with stages 0 and 2 and 4 microbatches, where f and b are stage 0's, F and B stage 2's:
+// interleaved is also 1F1B, over the order of microbatch_order.h. Its window counts the microbatches of all
+// stages of a worker: at worker w of W, with C > 1 stages per worker, it is 2 (W - w - 1) + (C - 1) W + 1.
+// With one stage per worker the schedule is flush with n_s = S - s. The list of worker 0 of 2, with stages 0
+// and 2 and 4 microbatches, is below; small letters are of stage 0, capitals of stage 2:
 //
 //   f0.0 f0.1 F0.0 F0.1 | f0.2 B0.0 f0.3 B0.1 F0.2 b0.0 F0.3 b0.1 | B0.2 B0.3 b0.2 b0.3 u0 U0 | f1.0 ...
 //
 // With recompute a RECOMPUTE stands right before its BACKWARD and reads the same version: the one that its
 // FORWARD read, or for unstashed the newest. The gradient is then computed with that version.
 //
-// Pure: position -> instruction. The number of minibatches may be unknown at the start, as for an iterable of
-// unknown length. It is set once, at the latest when the first stage would forward a minibatch that does not
-// exist. Sources: PipeDream (SOSP'19), section 3; PipeDream-2BW (ICML'21), sections 3.1 and 3.2; GPipe
-// (NeurIPS'19), section 2.3; Megatron-LM (SC'21), section 2.2. docs/schedules.md has the table.
+// Pure. The number of minibatches may be unknown at the start, as for an iterable of unknown length. It is
+// set once, at the latest when the first stage would forward a minibatch that does not exist. Sources:
+// PipeDream (SOSP'19), section 3; PipeDream-2BW (ICML'21), sections 3.1 and 3.2; GPipe (NeurIPS'19), section
+// 2.3; Megatron-LM (SC'21), section 2.2. docs/schedules.md has the table.
 #pragma once
 
 #include <cstdint>
@@ -115,7 +117,7 @@ struct TiedStages {
 
 class ListedProgram;
 
-// The `schedule` of options with a program of their own.
+// The name of the schedule in the options of a written program (listed_program.h).
 inline constexpr const char* kListedSchedule = "program";
 
 // The schedule's options, made from a plan and the arguments of a run. They are the same at every worker.
@@ -133,17 +135,18 @@ struct ScheduleOptions {
   // A microbatch reads max(oldest, ...) where the table says max(0, ...). `oldest` is the version of the
   // start if there is no older one, as after a drain.
   MinibatchId first_minibatch{};
-  // For a run that continues an earlier pipeline exactly as if it had never stopped: the minibatch with which
-  // that pipeline began, a multiple like i0. Then the kept versions since that minibatch exist at the start.
-  // A stage that does not stash keeps one version; the worker itself holds the older ones that the first n_s
-  // - 1 microbatches have read.
+  // Set in a run that continues an earlier pipeline exactly as if it had never stopped. It is the minibatch
+  // with which the earlier pipeline began, and also a multiple of every R_s. The kept versions since this
+  // minibatch exist at the start. A stage that does not stash keeps one version; the worker itself holds the
+  // older versions that the first n_s - 1 microbatches have read.
   std::optional<MinibatchId> oldest_minibatch{};
-  std::int64_t staleness = 0;  // k, in rounds: how much older a version may be
+  std::int64_t staleness = 0;  // x, in rounds: how much older a version may be
   // Whether the replicas make an update by a collective. Then nothing is pushed or pulled over edges.
   bool uses_allreduce = false;
   // Whether a shard is updated with each replica's gradient separately, as soon as it comes.
   bool asynchronous = false;
-  // The lists of kListedSchedule (listed_program.h), which also say in_flight and num_microbatches.
+  // The written program, if the schedule is kListedSchedule (listed_program.h). It also decides in_flight and
+  // num_microbatches.
   std::shared_ptr<const ListedProgram> program{};
   // Whether there are edges for validation minibatches (evaluations.h).
   bool evaluates = false;
@@ -164,7 +167,7 @@ void check_schedule_options(const ScheduleOptions& options);
 [[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
-// These keep products with the number of microbatches inside 64 bits.
+// These maxima keep products with the number of microbatches inside 64 bits.
 inline constexpr std::int64_t kInFlightMax = std::int64_t{1} << 40;
 inline constexpr std::int64_t kNumMinibatchesMax = std::int64_t{1} << 40;
 inline constexpr std::int64_t kMinibatchesPerRoundMax = std::int64_t{1} << 20;
@@ -191,7 +194,8 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 // gpipe, interleaved, model_parallel and data_parallel. So a norm over all stages can be taken before the
 // updates. Without replicas a round is one minibatch.
 [[nodiscard]] bool drains_every_minibatch(const ScheduleOptions& options);
-// Whether a backward reads what its forward read: at every stage of all but unstashed and listed programs.
+// Whether every backward of the stage reads the version that its forward read. It does not under unstashed,
+// and may not under a written program.
 [[nodiscard]] bool stashes_versions(const ScheduleOptions& options, StageIndex stage);
 
 // How many weight slots the stage needs: the table's last column.
@@ -199,8 +203,8 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage,
                                             MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage);
-// The mean delay of the stage's forwards: (n_s - 1) / c_s updates if it counts its own microbatches
-// (VersionRule).
+// The mean number of updates by which the version that a forward reads is older than the version that its
+// round updates. Under `pipedream` it is (n_s - 1) / c_s plus the staleness.
 [[nodiscard]] double mean_delay(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
                                              MinibatchId minibatch, MicrobatchIndex microbatch = {});
@@ -209,12 +213,13 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 // The version that all stages read of a parameter that they share, forward and backward. It counts the
 // owner's rounds, because the owner updates it. If the stages of the schedule read different versions, it is
 // the version that vertical sync would read at the owner, less the staleness; otherwise it is the owner's.
-// listed_program.h says it for listed programs.
+// For written programs see listed_program.h.
 [[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner,
                                          MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner);
 [[nodiscard]] std::int64_t num_tied_versions_kept(const ScheduleOptions& options, StageIndex owner);
-// The most versions by which the owner may be ahead of those that a replica of the user has asked for.
+// The largest number of versions that the owner may have made after the newest version that a replica of the
+// user has asked for.
 [[nodiscard]] std::int64_t num_tied_versions_ahead(const ScheduleOptions& options, const TiedStages& tied);
 
 // The number of rounds whose gradients a replica may hold at once: 1, plus half of the staleness at a
@@ -255,18 +260,19 @@ class ComputeCursor {
   [[nodiscard]] bool may_set_num_minibatches(std::int64_t num_minibatches) const;
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return num_minibatches_; }
 
-  // The newest version that all stages here have.
+  // The newest version that all stages of this worker have.
   [[nodiscard]] WeightVersion newest_version() const {
     return WeightVersion(rounds_.first_version().value() + num_updates_ / order_.num_chunks);
   }
-  // The number of the replica's forwarded microbatches, absent ones included.
+  // The number of the replica's forwarded microbatches. Skipped microbatches, which do not exist, count too.
   [[nodiscard]] std::int64_t num_forwarded() const { return num_forwarded_; }
 
   [[nodiscard]] const ScheduleOptions& options() const { return options_; }
   [[nodiscard]] Rank rank() const { return rank_; }
 
  private:
-  // The number of the replica's own positions; practically unbounded while num_minibatches is unknown.
+  // The number of the replica's own positions in the run. While num_minibatches is unknown it is larger than
+  // any real count.
   [[nodiscard]] std::int64_t num_own() const;
   [[nodiscard]] bool is_update_due() const;
   [[nodiscard]] bool may_forward() const;
@@ -287,9 +293,9 @@ class ComputeCursor {
 
   // Values that the options give for this worker.
   std::vector<StageIndex> stages_;  // chunk by chunk
-  ReplicaIndex replica_;            // of the only stage, where it has several
+  ReplicaIndex replica_;            // the worker's replica of its only stage; 0 if it has several stages
   MicrobatchOrder order_;
-  // These hold for every stage of this worker.
+  // These members are the same for every stage of this worker.
   Rounds rounds_;
   Rounds positions_;  // rounds_ with positions of order_ in place of microbatches
   VersionRule forward_rule_;
@@ -298,7 +304,8 @@ class ComputeCursor {
   bool drains_ = false;
   std::int64_t num_delayed_ = 0;  // rounds by which an update stands later than the backward it needs
 
-  // The replica's own positions done since the start, absent ones included.
+  // Counts of the replica's own positions since the start. Skipped positions, whose microbatch does not
+  // exist, count too.
   std::int64_t num_forwarded_ = 0;
   std::int64_t num_backwarded_ = 0;
   std::int64_t num_updates_ = 0;  // of all stages here

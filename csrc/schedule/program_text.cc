@@ -1,4 +1,4 @@
-// Programs as text, and back: one instruction a line. Pure; any thread.
+// Writes programs as text, one instruction a line, and reads such a text. Pure; any thread.
 #include <sstream>
 
 #include "base/failure.h"

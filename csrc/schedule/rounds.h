@@ -8,8 +8,8 @@
 //
 // A microbatch's number counts through the run: with m microbatches per minibatch, minibatch i has the
 // numbers i m to i m + m - 1. Microbatches go to the replicas in turn. A round is the smallest number of
-// minibatches that gives each replica equally many microbatches; a schedule may need longer ones. Rounds are
-// counted from minibatch 0, and round j makes version j + 1 from version j. A replica counts its own
+// minibatches that gives each replica equally many microbatches; a schedule may need longer rounds. Rounds
+// are counted from minibatch 0, and round j makes version j + 1 from version j. A replica counts its own
 // microbatches from the start of the run. With asynchronous shards each replica's part of a round is a round
 // of its own and makes a version of its own. Spares have no microbatches; their replica indices follow the
 // replicas'.
@@ -53,8 +53,8 @@ struct Rounds {
   [[nodiscard]] MinibatchId begin_of(std::int64_t round) const {
     return MinibatchId(round * minibatches_per_round);
   }
-  // The minibatch after the round's last one. While num_minibatches is unknown, the round counts as a whole
-  // one.
+  // The minibatch after the round's last minibatch. While num_minibatches is unknown, the round counts as a
+  // whole round.
   [[nodiscard]] MinibatchId end_of(std::int64_t round, std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t end = begin_of(round + 1).value();
     return MinibatchId(num_minibatches ? std::min(end, *num_minibatches) : end);
@@ -105,14 +105,14 @@ struct Rounds {
                : (after + microbatches_per_round() - 1) / microbatches_per_round();
   }
   // The number of the replica's microbatches in the round. While num_minibatches is unknown, the round counts
-  // as a whole one.
+  // as a whole round.
   [[nodiscard]] std::int64_t num_own_in(ReplicaIndex replica, std::int64_t round,
                                         std::optional<std::int64_t> num_minibatches) const {
     return count_from(replica, first_number(replica, round),
                       end_of(round, num_minibatches).value() * num_microbatches);
   }
   // Whether the replica has no microbatch of this round after the minibatch. While num_minibatches is
-  // unknown, the round counts as a whole one.
+  // unknown, the round counts as a whole round.
   [[nodiscard]] bool is_over_after(ReplicaIndex replica, MinibatchId minibatch,
                                    std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t end = end_of(round_of(minibatch), num_minibatches).value() * num_microbatches;
@@ -121,7 +121,7 @@ struct Rounds {
     return next >= end;
   }
   // Whether the microbatch is its replica's first, or last, of the round. While num_minibatches is unknown,
-  // the round counts as a whole one.
+  // the round counts as a whole round.
   [[nodiscard]] bool is_first_own(std::int64_t number) const {
     return number % microbatches_per_round() < num_replicas;
   }
@@ -146,8 +146,8 @@ struct Rounds {
 //
 // The delay counts microbatches of one replica. r and c convert it into versions: r replicas, each with c
 // microbatches of a round. r and c are usually figures of the stage itself, so that r c = M; under vertical
-// sync they are figures of the input stage. For a listed program there is no formula: the program lists each
-// version.
+// sync they are figures of the input stage. For a written program `listed` has each version, and the formula
+// is not used.
 struct VersionRule {
   std::int64_t num_replicas = 1;            // r
   std::int64_t own_per_round = 1;           // c
@@ -156,7 +156,8 @@ struct VersionRule {
   std::int64_t lowest = 0;
   std::int64_t staleness = 0;           // rounds
   const ListedReads* listed = nullptr;  // outlives the rule
-  // listed programs only: the run's first number, which starts with version `lowest`
+  // For written programs only: the number of the run's first microbatch. The run starts with version
+  // `lowest`.
   std::int64_t first_number = 0;
 
   [[nodiscard]] std::int64_t microbatches_counted() const { return num_replicas * own_per_round; }
@@ -165,12 +166,12 @@ struct VersionRule {
     const std::int64_t delayed = (number / num_replicas - delay) / own_per_round * microbatches_counted();
     return WeightVersion(std::max(lowest, delayed / microbatches_per_round - staleness));
   }
-  // The oldest version that this microbatch or a later one reads.
+  // The oldest version that this microbatch or a later microbatch reads.
   [[nodiscard]] WeightVersion oldest_from(std::int64_t number) const {
     if (listed != nullptr) return WeightVersion(lowest + listed->oldest_from(number - first_number));
     return version_of(number);  // reads go in order
   }
-  // The newest version that this microbatch or an earlier one reads.
+  // The newest version that this microbatch or an earlier microbatch reads.
   [[nodiscard]] WeightVersion newest_until(std::int64_t number) const {
     if (listed != nullptr) return WeightVersion(lowest + listed->newest_until(number - first_number));
     return version_of(number);
@@ -181,7 +182,8 @@ struct VersionRule {
     return 2 + (num_numbers + microbatches_counted()) / microbatches_per_round;
   }
   // The number of versions kept: from the version that the next backward reads to the one that its update
-  // writes. The input stage's rounds begin up to r c - gcd(r c, M) microbatches after the stage's.
+  // writes. Under vertical sync a round of the input stage has r c microbatches. With g = gcd(r c, M) it
+  // begins up to r c - g microbatches after the begin of a round of this stage.
   [[nodiscard]] std::int64_t num_versions_kept() const {
     if (listed != nullptr) return listed->num_versions_kept;
     const std::int64_t num_between = delay * num_replicas + microbatches_counted() -
@@ -192,8 +194,9 @@ struct VersionRule {
   // its round updates. The mean is over microbatches long after the start.
   [[nodiscard]] double mean_delay() const {
     if (listed != nullptr) return listed->mean_delay(microbatches_per_round);
-    // A version begins at a multiple of r c microbatches. On average that is (M - gcd(r c, M)) / 2
-    // microbatches after the begin of its round of M.
+    // Let g = gcd(r c, M). On average a microbatch is (r c - 1) / 2 after the last multiple of r c. This
+    // multiple is (M - g) / 2 after the begin of its round. The microbatch is (M - 1) / 2 after the begin of
+    // its own round. So (r c - g) / 2 comes on top of the delay.
     const std::int64_t num_late_twice = 2 * delay * num_replicas + microbatches_counted() -
                                         std::gcd(microbatches_counted(), microbatches_per_round);
     return static_cast<double>(num_late_twice) / static_cast<double>(2 * microbatches_per_round) +

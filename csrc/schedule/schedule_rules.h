@@ -54,7 +54,8 @@ struct ScheduleRules {
   [[nodiscard]] constexpr bool needs_microbatches() const {
     return is_round_late() || (drains() && in_flight != InFlight::kOne);
   }
-  // Whether workers do the same work in the same order under both schedules. They may read other versions.
+  // Whether workers do the same work in the same order under both schedules. The versions that they read may
+  // differ.
   [[nodiscard]] constexpr bool works_as(const ScheduleRules& other) const {
     return in_flight == other.in_flight && drains() == other.drains();
   }
@@ -62,7 +63,7 @@ struct ScheduleRules {
 
 // The named schedules, in the order of program.h's table.
 [[nodiscard]] std::span<const ScheduleRules> named_schedules();
-// The rules of a name, old names included; null for an unknown one.
+// Finds a schedule's row by its name or a former name; null for an unknown name.
 [[nodiscard]] const ScheduleRules* find_rules(std::string_view schedule);
 // Expects options that check_schedule_options() has passed.
 [[nodiscard]] const ScheduleRules& rules_of(const ScheduleOptions& options);

@@ -14,24 +14,24 @@ inline constexpr std::size_t kShardChunkBytesMax = std::size_t{4} << 20;
 // The number of slots in which a spare receives one replica's chunks: some arrive while one is in use.
 inline constexpr std::int64_t kNumSpareSlots = 4;
 
-// The size of the largest chunk of a shard of so many bytes: a sixteenth of the shard, within the bounds
-// above. Small chunks keep links busy: an owner sends its last chunk only when the chunk has come from all
-// replicas, and until then its link may have nothing to send. But each chunk costs processor time, so the
-// chunks of large shards are larger.
+// The size of the largest chunk of a shard of shard_bytes: a sixteenth of the shard, within the bounds above.
+// Small chunks keep links busy: an owner sends its last chunk only when the chunk has come from all replicas,
+// and until then its link may have nothing to send. But each chunk costs processor time, so the chunks of
+// large shards are larger.
 [[nodiscard]] std::size_t shard_chunk_bytes_max(std::size_t shard_bytes);
 
 // The relative sizes of the shards of n replicas and k spares, for a stage of M bytes of parameters. Let a be
 // a replica's share of M, and b a spare's. A replica sends each other replica a M bytes of gradients, for the
 // receiver's shard, and a M bytes of the new version of its own shard. It sends each spare b M bytes of
 // gradients. The receivers get equal parts of the link's bandwidth, so b = 2 a lets all of them finish at
-// once. A round takes the time of these bytes on a link:
+// once. The last column has the bytes that a link carries in a round:
 //
 //   a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    2 (n + k - 1) / (n + 2 k) M
 //   a = 0                b = 1 / k            n / k M, which is less if n^2 <= 2 k (k - 1)
 //
-// For k = 1 and k = n these are the shares of BytePS (OSDI'20, section 4.1). For other k BytePS gives spares
-// more than flows with equal bandwidth can carry to them. Throws UserError for n < 1, k < 0, k > n, and n = 1
-// with spares.
+// For k = 1 and k = n these are the shares of BytePS (OSDI'20, section 4.1). For other k the shares of BytePS
+// make flows to spares last longer than flows to replicas, because flows on a link get equal bandwidth.
+// Throws UserError for n < 1, k < 0, k > n, and n = 1 with spares.
 [[nodiscard]] std::vector<std::int64_t> shard_shares(std::int64_t num_replicas, std::int64_t num_spares);
 
 }  // namespace pipedream

@@ -10,8 +10,9 @@
 
 namespace pipedream {
 
-// Calls read(line, number) for each line that is not empty once its comment, which '#' starts, and the blanks
-// at both ends are removed. Adds the line's number in front of UserErrors of read().
+// Removes from each line its comment, which '#' starts, and the blanks at both ends. Calls read(line, number)
+// for each line that is not empty then. If read() throws a UserError, the line's number is put in front of
+// its text.
 template <typename Read>
 void for_each_line(std::string_view text, Read read) {
   constexpr std::string_view kBlanks = " \t\r\v\f";

@@ -15,7 +15,7 @@ namespace {
 using Fault = std::string;
 
 // Checks one worker's transfers. An instruction must have received the items that it needs, and the items
-// that it makes must be sent before the next ones are made.
+// that it makes must be sent before the next items are made.
 class TransferChecker {
  public:
   explicit TransferChecker(const ListToCheck& list)
@@ -38,7 +38,7 @@ class TransferChecker {
     begin_update();
   }
 
-  // The first fault with its place, or empty.
+  // Returns the first fault with its place in the list; an empty text if there is none.
   [[nodiscard]] std::string run(const std::vector<Instruction>& program) {
     for (std::size_t position = 0; position < program.size(); ++position) {
       const Fault fault = step(program[position]);
@@ -145,7 +145,8 @@ class TransferChecker {
            std::to_string(minibatch.value()) + " still reads";
   }
 
-  // Checks the same for the tied parameters that the stage owns, when the stage writes or receives a version.
+  // Checks that no microbatch will still read the version of the stage's own tied parameters that `written`
+  // overwrites. Called when the stage writes or receives a version.
   [[nodiscard]] Fault check_tied_overwritten(StageIndex stage, WeightVersion written) const {
     return owns_ties(stage) ? check_overwritten(stage, written, tied_rule_of(options_, stage)) : Fault();
   }

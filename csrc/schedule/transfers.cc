@@ -27,8 +27,9 @@ StageReplica first_place_at(const Placement& placement, std::int64_t rank) {
   return {place.stage, place.replica};
 }
 
-// The two ends of the norm edge between the worker at this rank and the next; empty if they have none. If the
-// schedule drains, norms are added up over all workers, otherwise over the replicas of a stage.
+// The two ends of the norm edge between the worker at this rank and the worker at the next rank; empty if
+// there is no such edge. If the schedule drains, norms are added up over all workers, otherwise over the
+// replicas of a stage.
 std::optional<std::pair<StageReplica, StageReplica>> norm_ends(const Placement& placement, std::int64_t rank,
                                                                bool drains) {
   if (rank < 0 || rank + 1 >= placement.num_ranks()) return std::nullopt;
@@ -52,7 +53,7 @@ void add_cut(const Placement& placement, StageIndex upstream, std::vector<Edge>&
   }
 }
 
-// The edge from the stage to the next one downstream.
+// The edge for evaluations from the stage to the next stage downstream.
 Edge evaluation_edge(StageIndex stage) { return {EdgeKind::kEvaluation, {stage, {}}, {stage.next(), {}}}; }
 
 // Adds the edges for pushes from every replica to each other owner of a shard, and for the pulls back.
@@ -68,7 +69,8 @@ void add_replicas(const Placement& placement, StageIndex stage, std::vector<Edge
 }
 
 // Whether this replica of the owner sends versions to this replica of the user. If replicas update by a
-// collective, each has the whole version, so one of them is enough for a user.
+// collective, each of them has the whole version. Then a replica of the user receives it from one of them
+// only.
 bool has_version_for(const ScheduleOptions& options, std::int64_t num_owners, ReplicaIndex owner,
                      ReplicaIndex user) {
   return !options.uses_allreduce || user.value() % num_owners == owner.value();
@@ -258,8 +260,8 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
   if (traits.writes_version) add_after_update(computed, instructions);
 }
 
-// The replica that has the same microbatch at the stage `distance` further downstream. A negative distance
-// goes upstream. Empty beyond the first or the last stage.
+// The replica that has the microbatch of `computed` at the stage that is `distance` stages downstream. A
+// negative distance means upstream. Empty if there is no such stage.
 std::optional<StageReplica> Transfers::neighbour_of(const Instruction& computed,
                                                     std::int64_t distance) const {
   const StageIndex stage(computed.stage.value() + distance);
@@ -285,8 +287,8 @@ void Transfers::add_after_update(const Instruction& update, std::vector<Instruct
   if (!stashes_) receive_pulls(update.version, instructions);
 }
 
-// Adds the transfers of tied gradients of a minibatch. Each replica of a user sends its part to one replica
-// of the owner: the one that has the sender's last microbatch of the minibatch.
+// Adds the transfers of tied gradients of a minibatch. Each replica of a user sends its part to the replica
+// of the owner that has the sender's last microbatch of the minibatch.
 void Transfers::add_tied_gradients(const Instruction& backward,
                                    std::vector<Instruction>& instructions) const {
   const MinibatchId minibatch = backward.minibatch;
@@ -305,9 +307,9 @@ void Transfers::add_tied_gradients(const Instruction& backward,
   }
 }
 
-// Whether this replica's pushes of the round stand before the UPDATE, and not after the last backward. They
-// do so too if the replica's part of the run's last round is short, because that may only be known after its
-// last backward.
+// Whether this replica's pushes of the round stand before the UPDATE, and not after the last backward. Pushes
+// stand there if the schedule drains. They also do if the replica's part of the run's last round is short,
+// because this may become known only after the replica's last backward.
 bool Transfers::pushes_before_update(std::int64_t round) const {
   return drains_ || rounds().num_own_in(replica_, round, num_minibatches_) < rounds().own_per_round();
 }
@@ -339,8 +341,8 @@ void Transfers::receive_pushes(std::int64_t round, std::vector<Instruction>& ins
 }
 
 // Receives the answer to the push of the round before, if no forward has received it. That happens only in
-// the cool-down. Before the cool-down a forward stands between any two backwards, and reads the version that
-// the first of them has made.
+// the cool-down. Before the cool-down a forward stands between any two backwards, and the RECV pull before
+// this forward receives the answer.
 void Transfers::receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const {
   if (!num_minibatches_) return;
   const std::int64_t num_own = rounds().num_own(replica_, *num_minibatches_);

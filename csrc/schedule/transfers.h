@@ -6,7 +6,7 @@
 //
 //   before FORWARD    RECV activation from upstream
 //                     at a user: RECV tied_version from every replica of the owner, and
-//                     at a replica: RECV pull from every other one,
+//                     at a replica: RECV pull from every other replica,
 //                     if the microbatch is the replica's first to read that version
 //   after FORWARD     SEND activation downstream
 //   before BACKWARD   RECV gradient from downstream
@@ -28,8 +28,8 @@
 //                     not come yet, at a user by RECV tied_version, at a replica by RECV pull
 //   after EVALUATE    SEND evaluation downstream
 //   after UPDATE      at an owner: SEND tied_version to the replicas of every user
-//                     at a replica: SEND pull to every other one
-//                     for unstashed, which has one slot: RECV pull from every other one
+//                     at a replica: SEND pull to every other replica
+//                     for unstashed, which has one slot: RECV pull from every other replica
 //   at the end        the versions that no minibatch has read: at a user RECV tied_version, at a replica
 //                     RECV pull
 //
@@ -38,10 +38,10 @@
 // receives the answer to its push before it pushes again, so that an owner keeps at most one answer for each
 // replica:
 //
-//   before FORWARD    RECV pull from every other one, of the version that it is the first to read
-//   after BACKWARD    in the cool-down: RECV pull from every other one, of the version before
-//                     SEND push to every other one (for data_parallel before UPDATE)
-//   at the end        RECV pull from every other one, of the replica's last version
+//   before FORWARD    RECV pull from every other replica, of the version that it is the first to read
+//   after BACKWARD    in the cool-down: RECV pull from every other replica, of the version before
+//                     SEND push to every other replica (for data_parallel before UPDATE)
+//   at the end        RECV pull from every other replica, of the replica's last version
 //
 // A spare owns a shard and has no minibatches (program.h). Every replica pushes to it and pulls from it as
 // with other replicas. The spare's own list is
@@ -57,12 +57,12 @@
 // The microbatch with number k (rounds.h) goes from replica k mod r_s of stage s to replica k mod r_{s+1} of
 // stage s + 1. So two replicas have an edge if they have a microbatch in common. The same holds for tied
 // gradients: a replica of the user sends its part of a minibatch to the owner's replica that has its last
-// microbatch of the minibatch. That replica adds it to its own gradient of the minibatch. Each replica of the
-// owner sends its shard of a tied version to every replica of a user. The item is named by the first
-// minibatch of the owner's round. If replicas update by a collective, each has the whole version, and replica
-// q of the user gets it from replica q mod r. For shards each replica of a stage is an owner and also a user
-// of the other shards. The pushes of round j are named by the minibatch of the sender's first microbatch of
-// that round. The pulls of version j + 1 are named by the round's first minibatch, j R.
+// microbatch of the minibatch. The owner's replica adds this part to its own gradient of the minibatch. Each
+// replica of the owner sends its shard of a tied version to every replica of a user. The item is named by the
+// first minibatch of the owner's round. If the owner's r replicas update by a collective, each has the whole
+// version, and replica q of the user gets it from replica q mod r. For shards each replica of a stage is an
+// owner and also a user of the other shards. The pushes of round j are named by the minibatch of the sender's
+// first microbatch of that round. The pulls of version j + 1 are named by the round's first minibatch, j R.
 #pragma once
 
 #include <cstddef>
@@ -81,9 +81,9 @@ namespace pipedream {
 
 // All edges, in the order of kinds and stages.
 [[nodiscard]] std::vector<Edge> edges_of(const ScheduleOptions& options);
-// The names of an edge's items: minibatches, or microbatches by number (rounds.h). They are first, first +
-// stride, and so on. With a stride of 0, as for tied gradients of several microbatches, any ascending numbers
-// from first on.
+// The names of an edge's items. A name is the index of a minibatch or the number of a microbatch (rounds.h).
+// The names are first, first + stride, and so on. With a stride of 0 they are any ascending numbers from
+// `first` on.
 struct EdgeItems {
   std::int64_t first = 0;
   std::int64_t stride = 1;
@@ -106,9 +106,9 @@ class Transfers {
   // receive the versions that the replica has not received for those microbatches.
   void add_versions_of(const Instruction& evaluate, std::int64_t num_forwarded,
                        std::vector<Instruction>& instructions) const;
-  // Adds the RECVs that come after the last update. Versions that no minibatch has read are counted from 0;
-  // for every tied parameter and other shard this adds the RECV of the index-th one. Adds nothing once index
-  // exceeds their number.
+  // Adds RECVs that come after the last update, of versions that no minibatch has read. For every tied
+  // parameter and every other replica's shard it adds the RECV of the index-th such version, counted from 0.
+  // Adds nothing if there is no such version.
   void add_final(std::int64_t index, std::int64_t num_minibatches,
                  std::vector<Instruction>& instructions) const;
   // The most instructions that one call, or add_before() and add_after() together, may add.
@@ -174,27 +174,30 @@ class ProgramCursor {
   // The instruction to do next; empty when the program is over. While the number of minibatches is
   // unknown the program never ends.
   [[nodiscard]] std::optional<Instruction> current() const;
-  // The instruction after current(), if both belong to the same computed instruction.
+  // The instruction after current(), if both are the same computing instruction or its transfers; otherwise
+  // empty.
   [[nodiscard]] std::optional<Instruction> following() const;
   void advance();
 
-  // Sets the number of minibatches. Allowed once, and not below the number already forwarded. The current
-  // instruction may belong to a minibatch that does not exist: its activation, the pull before its forward,
-  // the forward, or the push. A pull before such a forward still has an item, and is not done twice.
+  // Sets the number of minibatches. Allowed once, and not below the number already forwarded. May be called
+  // while the current instruction belongs to a minibatch that turns out not to exist. If a RECV pull before
+  // such a minibatch's forward was done already, it is not done again later.
   void set_num_minibatches(std::int64_t num_minibatches);
   [[nodiscard]] bool may_set_num_minibatches(std::int64_t num_minibatches) const {
     return compute_.may_set_num_minibatches(num_minibatches);
   }
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return compute_.num_minibatches(); }
 
-  // Begins an evaluation, as Evaluations does. The current instruction stays, unless the program is over.
+  // Requests an evaluation at the boundary (Evaluations::begin()). The current instruction stays the same,
+  // unless the program is over.
   void begin_evaluation(MinibatchId boundary);
-  // Whether the worker computes next a forward before which evaluate_first() may begin an evaluation.
+  // Whether the worker's next computing instruction is a forward before which evaluate_first() may begin an
+  // evaluation.
   [[nodiscard]] bool may_evaluate_first() const {
     return computed_ && evaluations_.may_be_before(*computed_, compute_.newest_version());
   }
-  // Begins the evaluation of the boundary before that forward. Transfers of the forward that are done already
-  // are not done again.
+  // Begins the evaluation of the boundary before the next forward. Transfers of this forward that are done
+  // already are not done again.
   void evaluate_first();
   void end_evaluation() { evaluations_.end(); }
   [[nodiscard]] bool may_evaluation_be(bool is_last) const { return evaluations_.may_be(is_last); }
@@ -231,8 +234,8 @@ struct Evaluated {
 // make_compute_program.
 [[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches);
-// The same with evaluations. Their boundaries ascend. Throws UserError for a boundary that the run does not
-// have.
+// The whole list of one worker, with these evaluations, whose boundaries ascend. Throws UserError for a
+// boundary that the run does not have.
 [[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches,
                                                     const std::vector<Evaluated>& evaluated);

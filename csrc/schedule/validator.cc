@@ -9,8 +9,8 @@
 // does not depend on the workers' speeds, and one replay in any order decides it. The length of a queue does
 // depend on speeds. When its reader has done j instructions, the queue is longest if all other workers have
 // gone as far as they can. So a replay in which one worker moves only when no other can gives the worst case
-// of all queues that this worker reads. The writer of a full queue of evaluations waits; that is a Kahn
-// network, too.
+// of all queues that this worker reads. The writer of a full queue of evaluations waits, as if it read from a
+// queue of free places. So this is a Kahn network, too.
 //
 // Both steps are linear in the number of instructions; the second runs once per worker. Asynchronous shards
 // serve other replicas by lists of their own, which the second step treats as lists of further workers. Each
@@ -159,8 +159,8 @@ bool Pipeline::step(std::size_t worker) {
   return true;
 }
 
-// Does an update by a collective in two steps. In the first the worker comes to the update, and wakes the
-// others. The second needs all others to have come.
+// Does an update by a collective in two steps. In the first step the worker comes to the update, and wakes
+// the other replicas. The second step does the update once all replicas have come to it.
 bool Pipeline::step_together(std::size_t worker) {
   const std::vector<std::size_t>& group = groups_[worker];
   if (!is_waiting_[worker]) {
@@ -292,8 +292,8 @@ std::string check_items(const Programs& programs) {
   return {};
 }
 
-// Replays all lists together, with those of services. Fills in the report's counts per edge, and returns the
-// deadlock, if there is one.
+// Replays the lists of all workers and of all services together. Fills in the report's counts per edge, and
+// returns the deadlock, if there is one.
 std::string check_together(const ScheduleOptions& options, const Programs& programs, ReplayReport& report) {
   const std::vector<Edge> edges = edges_of(options);
   const auto workers = static_cast<std::size_t>(num_workers(options));

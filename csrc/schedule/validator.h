@@ -55,9 +55,10 @@ struct ReplayReport {
 //   - One microbatch at a time is recomputed.
 //   - If every minibatch drains, a stage's forwards wait for its update, and a worker's updates wait for the
 //     backwards of all its stages.
-//   - A RECV stands after the uses of its edge's earlier item and before the use of its own.
+//   - A RECV stands after the uses of the item that its edge brought before, and before the use of its own
+//     item.
 //   - A SEND stands before the next item of its kind is made.
-//   - Norms are exchanged as transfers.h draws it.
+//   - Norms are exchanged in the order that transfers.h shows.
 //   - A tied version is not overwritten while a minibatch still reads it.
 //   - If replicas update by a collective, each replica's update waits for the other
 //     replicas' updates.
