@@ -66,7 +66,7 @@ BellRope::~BellRope() { ::close(fd_); }
 
 void BellRope::ring() {
   const std::byte rung{1};
-  // A write fails only when the pipe is full, and then the bell has been rung.
+  // A write fails only when the pipe is full, and then the bell has been rung already.
   [[maybe_unused]] const ssize_t written = ::write(fd_, &rung, 1);
 }
 

@@ -1,6 +1,6 @@
 // A bell wakes another process of the same host. It is a pipe: its owner watches one end (watch.h), and a
-// ringer opens the other as /proc/<pid>/fd/<fd>. The kernel allows that to processes of the same user in the
-// same pid namespace.
+// process that rings opens the other end as /proc/<pid>/fd/<fd>. The kernel lets processes of the same user
+// in the same pid namespace open it.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace pipedream {
 
-// Consists of plain bytes, because it lies in memory that processes share.
+// The address by which another process opens a bell. It consists of plain bytes, because it lies in memory
+// that processes share.
 struct BellAddress {
   std::uint64_t pid = 0;
   std::uint64_t fd = 0;
@@ -17,7 +18,7 @@ struct BellAddress {
   friend bool operator==(const BellAddress&, const BellAddress&) = default;
 };
 
-// The end that is rung. Any thread.
+// A bell in the process that it wakes. Any thread.
 class Bell {
  public:
   Bell();  // throws UserError
@@ -44,7 +45,7 @@ class BellRope {
   BellRope(const BellRope&) = delete;
   BellRope& operator=(const BellRope&) = delete;
 
-  // Never blocks. Does nothing when the other process has ended.
+  // Rings the bell. Never blocks. Does nothing when the other process has ended.
   void ring();
 
  private:

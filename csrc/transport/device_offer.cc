@@ -55,7 +55,7 @@ std::string try_offer(Device& device, const std::string& offer, LinkIdentity run
 }  // namespace
 
 // An exception here, such as a DeviceError or a UserError about too little memory, does not end the run: the
-// two devices use another way.
+// two workers then exchange their items without shared device memory.
 
 std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run, std::string* why) {
   try {

@@ -1,6 +1,6 @@
-// Finds out, before memory is planned, whether one device can write into another one's memory. The receiver
-// offers a little of its device's memory; the sender maps it, reads a text there, and writes to it. Any
-// thread.
+// Finds out, before memory is planned, whether one device can write into the memory of another device. The
+// receiver offers a little of its device's memory; the sender maps it, reads a text there, and writes to it.
+// Any thread.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
-// Remembers the transport that the calling thread drives. A thread drives at most one at a time, so a handler
-// drives no other. Thread-local.
+// Remembers the transport that the calling thread drives. A thread drives at most one transport at a time, so
+// a handler cannot drive another transport. Thread-local.
 #pragma once
 
 #include "transport/transport_core.h"
@@ -15,8 +15,8 @@ class DrivingScope {
 
   // The driven transport; null when this thread drives none.
   [[nodiscard]] static const TransportCore* here() { return here_; }
-  // For a thread that drives most of the time: it calls leave() before work that is not driving, and enter()
-  // after it.
+  // For a thread that drives most of the time, such as the transport thread. It calls leave() before other
+  // work, and enter() after that work.
   static void enter(const TransportCore& transport) { here_ = &transport; }
   static void leave() { here_ = nullptr; }
 

@@ -24,7 +24,8 @@ struct alignas(kCacheLineBytes) Cell {
 
 }  // namespace
 
-// The board, and the number on it, under which one side wants to be told of new frames.
+// The board of one side, and the link's number on it. The other side marks this number when it has put frames
+// into the ring.
 struct RingEnd {
   std::array<char, kBoardAddressBytesMax> board_address;  // text, padded with zeros
   std::uint32_t number;                                   // the link's number on that board
@@ -34,7 +35,7 @@ struct RingEnd {
     address.copy(board_address.data(), address.size());
     number = own_number;
   }
-  // The text is bounded here, because the other side may write to it at any time.
+  // Reads no more than the array, because the other side may overwrite the text's end at any time.
   [[nodiscard]] std::string address() const {
     return {board_address.data(), ::strnlen(board_address.data(), board_address.size() - 1)};
   }
@@ -111,8 +112,8 @@ bool FrameRings::find_peer(RingBoard& board, const RingEnd& peer) {
   return board_of_peer_ != nullptr;
 }
 
-// A listener that cannot open the connector's board still reads its ring, and sends all its frames on the
-// connection.
+// A listener that cannot open the connector's board still reads frames from the ring, but sends all its own
+// frames on the connection.
 bool FrameRings::begin(RingBoard& board) {
   if (!memory_->is_claimed()) return false;
   if (is_listener_) static_cast<void>(find_peer(board, plan_.connector));

@@ -49,13 +49,14 @@ class FrameRings {
   // Puts a frame into the ring. False: the frame must be sent on the connection. is_urgent: the receiver must
   // not let it wait.
   [[nodiscard]] bool push(const FrameHeaderBytes& header, bool is_urgent);
-  // Counts a frame that this side sends on the connection. note_brought() counts a received one.
+  // Counts a frame that this side sends on the connection. note_brought() counts a frame that this side
+  // receives on the connection.
   void note_carried() { ++num_carried_; }
   void note_brought() { ++num_brought_; }
   // Moves the oldest frame out. False when there is none, or when a frame that the connection carries comes
   // before it.
   [[nodiscard]] bool take(FrameHeaderBytes& header);
-  // Whether the ring has a frame, even one that take() does not give yet.
+  // Whether the ring has a frame, even a frame that take() does not return yet.
   [[nodiscard]] bool has_frames() const;
 
  private:

@@ -78,7 +78,7 @@ class LinkCore : public Link {
   void check_hello(Deadline now);
   // The PeerLife of the process at the other end. Other links may share it.
   [[nodiscard]] PeerLife& peer_life() const { return peer_life_; }
-  // Whether a living peer would soon send something on this link.
+  // Whether a peer that is alive would soon send something on this link.
   [[nodiscard]] bool awaits_frames() const { return state_ == State::kOpen || state_ == State::kFarewell; }
   // When bytes last came from the peer, even bytes of an incomplete frame; empty when unknown.
   [[nodiscard]] virtual std::optional<Deadline> last_arrival() const { return std::nullopt; }
@@ -106,7 +106,7 @@ class LinkCore : public Link {
   void receive(std::span<const std::byte> header_bytes, std::span<const std::byte> payload);
   void await_hello();                 // a listener's peer is there: its HELLO is due within peer_timeout
   void lost(const std::string& how);  // called after receive() got everything that had arrived
-  // The peer sent bytes that are not even a header and a payload.
+  // Reports that the peer sent bytes that are not a header and a payload.
   void receive_malformed(const std::string& what);
   void count_refusal() { num_refused_.fetch_add(1, std::memory_order_relaxed); }
 

@@ -1,6 +1,6 @@
 // Tells whether the process at the other end of some links is alive. The process counts as alive while
-// anything arrives from it on any of its links. One link alone does not tell: on a slow network a beat may
-// wait behind payloads, and one link's data behind other links' data. Runs on the thread that drives.
+// anything arrives from it on any of its links. A single link cannot tell this: on a slow network a beat may
+// wait behind payloads, and data of one link behind data of other links. Runs on the thread that drives.
 #pragma once
 
 #include <algorithm>

@@ -17,7 +17,8 @@ struct RingBoardPlan {
 namespace {
 
 constexpr std::uint32_t kNoWish = 0;
-// This memory belongs to no channel. No channel plans slots of such a size, so it cannot be mixed up.
+// The memory of a board belongs to no channel. No channel plans slots of this size, so no channel takes a
+// board for its own memory.
 constexpr SharedMemoryUse kUse{.identity = {.channel_id = kPostedChannelId - 1},
                                .slot_bytes = ~std::uint64_t{0}};
 
@@ -29,7 +30,7 @@ MarkedLinks& links_with(RingBoardPlan& plan, std::uint32_t number) {
   return plan.links[number / MarkedLinks::kNumLinks];
 }
 
-// The links whose ordinary frames do not ring the bell at this wish; only their urgent frames do.
+// The links of which only urgent frames ring the bell under this wish.
 std::uint64_t too_patient_for(const MarkedLinks& links, std::uint32_t wish) {
   if (wish <= wish_for(Patience::kNone)) return links.until_one_waits.load();
   if (wish <= wish_for(Patience::kUntilOneWaits)) return links.until_one_drives.load();

@@ -18,11 +18,12 @@
 //   3 and a   There is a full barrier between 2 and 3, and between a and c. So the sender sees the wish, or
 //             the receiver sees the mark. A link's patience works like a part of the wish: let_wait() comes
 //             before a.
-//   no 3      The sender skips 3 when the link was marked already: whoever marked it has done 3, and until A
-//             the receiver sees the mark in c.
-//   the bell  Whoever rings takes the wish back, so the others do not ring. The woken thread looks at all
-//             marks before any thread sleeps with a new wish. A sender that is stopped between the two steps
-//             leaves the board without a wish until it goes on or the next beat comes.
+//   no 3      The sender skips 3 when the link was marked already: the sender that marked it does 3, and
+//             until A the receiver sees the mark in c.
+//   the bell  A sender that rings first takes the wish back, so other senders do not ring. The woken thread
+//             looks at all marks before any thread sleeps with a new wish. If the sender is stopped after it
+//             took the wish back and before it rang, the receiver may sleep until the sender goes on or the
+//             next beat comes.
 //
 // All peers are processes of the same user. A peer that writes nonsense here may delay other peers' frames or
 // waste this process's time. Everything read from the board is checked before use.
@@ -51,7 +52,8 @@ struct alignas(64) MarkedLinks {
 
   std::atomic<std::uint64_t> urgent;   // links with an urgent frame
   std::atomic<std::uint64_t> patient;  // links with another frame
-  // Written by the receiver: links with Patience::kUntilOneWaits or more, and links with kUntilOneDrives.
+  // Both are written by the receiver. until_one_waits has the links with Patience::kUntilOneWaits or
+  // kUntilOneDrives; until_one_drives has those with kUntilOneDrives.
   std::atomic<std::uint64_t> until_one_waits;
   std::atomic<std::uint64_t> until_one_drives;
 };
@@ -99,7 +101,7 @@ class RingBoard {
   // Lets the link's frames that are not urgent lie unnoticed for as long as `patience` says. Before the first
   // call they are noticed at once.
   void let_wait(std::uint32_t number, Patience patience);
-  // Has the next turn look at the link.
+  // Marks the link, so that the next turn reads its ring.
   void mark(std::uint32_t number);
   // Removes the marks of all links, or only of the quick links. Calls look(number) for each link whose mark
   // was removed. If look() throws, this link and the links after it are still marked.
@@ -126,8 +128,8 @@ class RingBoard {
   // Says which frames may ring the bell, until it has been rung once: urgent frames, and all frames of links
   // whose patience is at most `patience`. nullopt: no frame rings it. Any thread, one at a time.
   void wish(std::optional<Patience> patience);
-  // Whether a link is marked whose frames the last wish() lets ring the bell. Any thread, after that wish()
-  // and a fence.
+  // Whether some marked link has a frame that may ring the bell after the last wish(). Any thread, after this
+  // wish() and a fence.
   [[nodiscard]] bool has_wished() const;
 
  private:

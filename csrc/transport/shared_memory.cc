@@ -74,7 +74,8 @@ struct Address {
   Secret secret{};
 };
 
-// The reason why memory cannot be shared. It is no error: the network connection is there.
+// The reason why memory cannot be shared. This is no error, because the network connection can be used
+// instead.
 struct Refusal {
   std::string why;
 };

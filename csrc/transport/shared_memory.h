@@ -8,9 +8,10 @@
 // fails, the two processes are not on one host or may not share memory, and the caller uses the network
 // connection.
 //
-// Device memory is shared in the same way: the file at its address holds a handle by which the device maps
-// the rest. The maker frees it last: its destructor waits for the other process, until a deadline. If the
-// other process has not let go by then, the memory stays until this process ends.
+// Device memory is shared in the same way: the file at its address holds a handle by which the other
+// process's device maps the device memory. The maker frees the memory last: its destructor waits until the
+// other process has unmapped it, or until a deadline. After the deadline the memory stays until this process
+// ends.
 #pragma once
 
 #include <chrono>
@@ -44,10 +45,11 @@ inline constexpr auto kOpenerPatience = std::chrono::seconds(5);
 // Any thread. The destructor unmaps the memory; the other side's mapping stays valid.
 class SharedMemory {
  public:
-  // The pages are pre-faulted, and huge pages are advised. Throws a UserError that names the size when there
-  // is not enough memory.
+  // Makes memory in pre-faulted pages, and advises the kernel to use huge pages. Throws a UserError that
+  // names the size when there is not enough memory.
   [[nodiscard]] static std::unique_ptr<SharedMemory> make(std::size_t num_bytes, const SharedMemoryUse& use);
-  // Null when the memory cannot be opened here or was made for another use; `why`, if given, gets the reason.
+  // Opens the memory at this address. Null when it cannot be opened here or was made for another use; `why`,
+  // if given, gets the reason.
   [[nodiscard]] static std::unique_ptr<SharedMemory> open(const std::string& address,
                                                           const SharedMemoryUse& use,
                                                           std::string* why = nullptr);

@@ -1,23 +1,26 @@
 // A transport moves frames between two workers, in order and exactly once, or reports that the peer is lost.
-// It knows bytes and identities; channel/ knows tensors. zmq/ and inproc/ implement this same interface, and
-// the tests in tests/cpp/transport run on both.
+// A transport knows bytes and identities; the code in channel/ knows tensors. zmq/ and inproc/ implement this
+// same interface, and the tests in tests/cpp/transport run on both.
 //
 // Threads: one thread at a time drives a transport. The driving thread runs posted functions, moves bytes and
 // calls the handlers. When no thread drives, any thread may begin to drive. So a thread that sends or waits
 // for a message needs no help from another thread:
 //
-//   a thread that sends    post_and_drive(): runs what it and others have posted, and nothing else
+//   a thread that sends    post_and_drive(): runs posted functions, and delivers frames to quick handlers
 //   a thread that waits    drive_until(): sleeps until there is traffic, and delivers it
 //   the transport thread   the rest: traffic and posts while other threads compute, deadlines, beats
 //
 // send() and post() may be called from any thread and never block. Handlers must not block either. Handlers
 // run on any of these threads, one after the other, and each handler sees the writes of the handler before
-// it. Threads of streams and of ZeroMQ never drive, see PassiveScope. An exception of a handler or a posted
+// it. Threads of streams and of ZeroMQ never drive (PassiveScope). An exception of a handler or a posted
 // function reaches the thread that drives. On the transport thread no caller would catch it, so there it
 // fails every link.
 //
-// Life of a link:  listen/connect -> HELLO both ways -> on_open -> on_frame ... -> close (BYE) | on_failed A
-// listening link accepts one connection, from a peer that knows its endpoint, and refuses all others. An
+// The life of a link:
+//
+//   listen/connect -> HELLO both ways -> on_open -> on_frame ... -> close (BYE) | on_failed
+//
+// A listening link accepts one connection, from a peer that knows its endpoint, and refuses all others. An
 // accepted peer must send its HELLO within peer_timeout_s. There is no reconnect: after a loss the run
 // restarts from a checkpoint.
 #pragma once
@@ -57,20 +60,20 @@ class LinkHandler {
   LinkHandler& operator=(const LinkHandler&) = delete;
   virtual ~LinkHandler() = default;
 
-  // All are called on the thread that drives.
+  // All functions but is_quick() are called on the thread that drives.
   virtual void on_open(Link& link) = 0;  // HELLOs exchanged and accepted
   // The payload is valid until this returns. A returned failure is fatal for the link: it is closed and
   // on_failed follows with that failure.
   [[nodiscard]] virtual std::optional<Failure> on_frame(Link& link, const FrameHeader& header,
                                                         std::span<const std::byte> payload) = 0;
-  // Called at most once, and then no other function is called. After the peer's BYE on_closed is called
-  // instead.
+  // Called at most once, and then no other function of the handler is called. If the peer said BYE, on_closed
+  // is called instead.
   virtual void on_failed(Link& link, const Failure& failure) = 0;
   virtual void on_closed(Link& link) = 0;  // the peer said BYE; frames that it sent before were delivered
 
-  // Whether all frames of this handler are small and on_frame is quick. Then even a thread that drives only
-  // because it sends delivers these frames; other frames wait for a thread that has time. Any thread may ask,
-  // and always gets the same answer.
+  // Whether all frames of this handler are small and on_frame is quick. Frames of a quick handler are
+  // delivered even by a thread that drives only because it sends. Frames of other handlers wait for a thread
+  // that has time. Any thread may ask, and always gets the same answer.
   [[nodiscard]] virtual bool is_quick() const { return false; }
 };
 
@@ -200,7 +203,8 @@ class Transport {
   virtual Link& listen(LinkOptions options, LinkHandler& handler) = 0;
   virtual Link& connect(LinkOptions options, const std::string& endpoint, LinkHandler& handler) = 0;
 
-  // Runs the function on the thread that drives, after all earlier posts. Dropped after shutdown.
+  // Runs the function on the thread that drives, after all earlier posts. After shutdown() the function is
+  // dropped.
   virtual void post(std::function<void()> function) = 0;
   // Does post(). Then, if no thread drives and this thread may, drives until no posted function is left. So
   // frames that `function` sends are on their way when this call returns. Never waits: if another thread
@@ -214,9 +218,9 @@ class Transport {
 
   // Drives until done() returns true or the deadline passes, and sleeps while there is nothing to do. For
   // threads that wait for the result of a handler. done() is called first of all, after every turn, at the
-  // deadline and after interrupt(), and never again once it was true. It runs without any of the transport's
-  // locks that a poster takes. Returns false at once if this thread cannot drive: another thread is in
-  // drive_until(), this one drives already, or it is passive.
+  // deadline and after interrupt(), and never again once it was true. It runs under no lock that post()
+  // takes. Returns false at once if this thread cannot drive: another thread is in drive_until(), this one
+  // drives already, or it is passive.
   [[nodiscard]] virtual bool drive_until(Deadline deadline, const std::function<bool()>& done) = 0;
   // Makes the thread in drive_until() call done() again. Any thread.
   virtual void interrupt() = 0;

@@ -19,7 +19,7 @@ namespace {
 
 constexpr double kLingerMaxS = 24 * 3600;
 constexpr double kPeerTimeoutMaxS = 1e6;
-constexpr int kBeatPeriodsOfPulse = 2;  // a pulse counts for so many beat periods
+constexpr int kBeatPeriodsOfPulse = 2;  // a pulse counts for this many beat periods
 
 TransportOptions checked(TransportOptions options) {
   if (!(options.peer_timeout_s > 0 && options.peer_timeout_s <= kPeerTimeoutMaxS)) {
@@ -232,7 +232,8 @@ void TransportCore::close_links() {
   for (LinkCore* link : active_links_) link->begin_close();
 }
 
-// Beats are sent while there are links, with or without a pulse. So pulse() need not wake this thread.
+// Beats are sent as long as there are links, even if pulse() was not called. So pulse() need not wake this
+// thread.
 void TransportCore::say_beats(Deadline now) {
   if (!options_.beats || now < next_beat_) return;
   next_beat_ = now + beat_period_;
@@ -246,8 +247,8 @@ void TransportCore::say_beats(Deadline now) {
 // Runs at least at every beat of this side.
 void TransportCore::check_peers(Deadline now) {
   if (!options_.beats || now < next_check_) return;
-  // If this check comes late, its process was held up, and perhaps the whole run, as by Ctrl-Z. The silence
-  // of that time means nothing.
+  // If this check comes late, this process was held up, and perhaps the whole run, as by Ctrl-Z. Then the
+  // peer's silence does not show that it is lost.
   const bool was_held_up = now - std::exchange(last_check_, now) > 2 * beat_period_;
   for (PeerLife* peer : active_peers_) {
     if (was_held_up) peer->hear_at(now);

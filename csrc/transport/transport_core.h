@@ -3,7 +3,7 @@
 //
 //   any thread   send, close, post, listen ---> task queue ---> the thread that drives
 //   poster       post_and_drive(): 1 run tasks  2 deliver quick frames; wake the thread for the rest.
-//                post_for_later() leaves that to its drive_posted(), or to a thread that drives earlier
+//                post_for_later() leaves both steps to drive_posted(), or to a thread that drives earlier
 //   waiter       drive_until():    sleep, 1 run tasks  2 deliver, until done() is true
 //   thread       loop: 1 run tasks  2 deliver  3 close or time out links, say BEAT  4 sleep
 //
@@ -12,13 +12,13 @@
 // when it stops driving. So nothing is lost:
 //
 //   a task      is queued. If no thread drives, a sleeper is woken, the waiter before the transport thread
-//   traffic     is reported once, to one sleeper (watch.h). It drives, or queues the report for the thread
-//               that does. A link that was read or written is read until it is empty; otherwise it stays
-//               marked and the transport thread is woken for it. Both reading and writing may consume the
-//               report of further traffic
+//   traffic     is reported once, to one sleeper (watch.h). The sleeper drives, or queues the report for the
+//               thread that drives. A link that was read or written is read until it is empty; otherwise it
+//               stays marked and the transport thread is woken for it. This is needed because both reading
+//               and writing may consume the report of further traffic
 //   a frame     in rings (ring_board.h) rings the bell, which is traffic, only for a sleeper that wants it.
 //               A thread that goes to sleep or stops driving says what it wants and then looks once more
-//   a deadline  is the transport thread's. A thread that makes a new one or ends a link calls need_thread().
+//   a deadline  is the transport thread's. A thread that sets a deadline or ends a link calls need_thread().
 //               Then no other thread begins to drive until the transport thread has had its turn
 //
 // driving.cc implements the poster and the waiter; transport_core.cc implements the transport thread and the
@@ -99,7 +99,7 @@ class TransportCore : public Transport {
   // False when the transport has ended: the task was not taken.
   [[nodiscard]] bool try_enqueue(Task& task);
 
-  // Whether this thread drives this transport, or any transport.
+  // Whether the calling thread drives this transport. is_any_driven_here(): whether it drives any transport.
   [[nodiscard]] bool is_driven_here() const;
   [[nodiscard]] static bool is_any_driven_here();
 
@@ -142,8 +142,8 @@ class TransportCore : public Transport {
 
  private:
   static constexpr std::size_t kNumTasksAtFirst = 64;  // grows when needed
-  // Other threads' posts and arriving frames may keep a poster or a waiter driving for at most so many
-  // rounds.
+  // The largest number of rounds for which other threads' posts and arriving frames may keep a poster or a
+  // waiter driving.
   static constexpr int kNumPosterRoundsMax = 4;
   static constexpr int kNumWaiterRoundsMax = 64;
   static constexpr std::int64_t kNoPulse = -1;

@@ -1,4 +1,4 @@
-// epoll and eventfd. Threads as in the header.
+// Implements Watch by epoll and WakeFd by an eventfd. Threads as in watch.h.
 #include "transport/watch.h"
 
 #include <sys/epoll.h>
@@ -69,8 +69,8 @@ void Watch::remove(int fd) {
   PD_CHECK(removed == 0, "fd " << fd << ": " << std::strerror(errno));
 }
 
-// Asks once more after a timeout or a signal. A descriptor may have been reported to this thread at that very
-// moment, and then it is not reported to any other thread.
+// Asks once more after a timeout or a signal. A descriptor may have been reported to this thread just when
+// its sleep ended, and then it is reported to no other thread.
 std::span<const std::uint64_t> Watch::sleep(int timeout_ms) {
   num_names_ = 0;
   if (collect(timeout_ms) == 0) static_cast<void>(collect(0));

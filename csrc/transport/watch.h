@@ -3,8 +3,8 @@
 //
 // A descriptor that becomes readable wakes one thread, not all of them (EPOLLEXCLUSIVE): among the watches on
 // which a thread sleeps, the one to which the descriptor was added first. While no thread sleeps, the next
-// sleep on each watch reports it. It is reported once (EPOLLET), perhaps to the woken thread alone. So that
-// thread must read all there is, or remember that it has not.
+// sleep on each watch reports it. It is reported once (EPOLLET), perhaps to the woken thread alone. So the
+// woken thread must read until the descriptor is empty, or remember that it has not.
 //
 // Threads: any thread may call wake(). add() and remove() may be called by one thread at a time. sleep() may
 // be called by one thread at a time, while other threads call the other functions.

@@ -2,8 +2,9 @@
 // an allocation. Endpoints are numbers in a registry of the process.
 //
 // The receiver reads the sender's memory, and on_sent runs on the thread that drives the receiver. So a
-// transport that ends waits until the other transports have released its payloads. Before it waits it
-// releases their payloads, so that two transports that end at once do not wait for each other.
+// transport that ends waits until the other transports have released its payloads. Before it waits, it
+// releases the payloads of other transports, so that two transports that end at once do not wait for each
+// other.
 //
 // Keys are ignored, because a process need not hide from itself. Beats work as in every transport.
 //
@@ -190,7 +191,7 @@ class InprocTransport final : public TransportCore {
   }
 
  private:
-  // Frames arrive as tasks.
+  // No descriptor is watched, because frames arrive as tasks.
   void note_ready(std::uint64_t name) override { PD_CHECK(false, "nothing is watched, but " << name); }
   void deliver(Driver /*driver*/) override {}
   [[nodiscard]] bool has_traffic() const override { return false; }

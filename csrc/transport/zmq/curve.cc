@@ -1,4 +1,4 @@
-// Z85 and libzmq's CURVE options. Any thread.
+// Implements curve.h: decodes Z85 and sets libzmq's CURVE options. Any thread.
 #include "transport/zmq/curve.h"
 
 #include <algorithm>

@@ -23,12 +23,12 @@ inline constexpr std::size_t kCurveKeyChars = 40;  // as Z85 text
 // The number of bytes that encryption adds to a message part: the command's name, the nonce, the
 // authenticator and the flags.
 inline constexpr std::size_t kCurveBytesPerPart = 33;
-// No command of the handshake is longer.
+// An upper bound of the size of a handshake command.
 inline constexpr std::size_t kCurveHandshakeBytesMax = 1024;
 
 using CurveKey = std::array<unsigned char, kCurveKeyBytes>;
 
-// Empty unless the text is a Z85 key (ZeroMQ RFC 32).
+// Decodes a key from Z85 text (ZeroMQ RFC 32). Empty if the text is not a key.
 [[nodiscard]] std::optional<CurveKey> decode_curve_key(std::string_view text);
 
 // Throws UserError naming the key that is malformed, a pair that does not match, or a libzmq without CURVE.
@@ -41,7 +41,8 @@ void check_curve_keys(const CurveKeys& keys, const LibZmq& zmq);
 void check_server_key(const std::optional<CurveKeys>& keys, const std::string& server_key,
                       const std::string& address);
 
-// Makes a socket the listening or the connecting side. It must not be bound or connected yet.
+// These functions make a socket the listening or the connecting side of a link with keys. The socket must not
+// be bound or connected yet.
 void set_curve_server(const LibZmq& zmq, void* socket, const CurveKeys& keys);
 void set_curve_client(const LibZmq& zmq, void* socket, const CurveKeys& keys, const std::string& server_key);
 

@@ -1,4 +1,4 @@
-// Tokens and libzmq's PLAIN options. Any thread.
+// Implements token.h: makes and compares tokens, and sets libzmq's PLAIN options. Any thread.
 #include "transport/zmq/token.h"
 
 #include <sys/random.h>
@@ -38,7 +38,7 @@ std::string make_token() {
   do {
     num_bytes = ::getrandom(bytes.data(), bytes.size(), 0);
   } while (num_bytes < 0 && errno == EINTR);
-  // So few bytes are always returned in full.
+  // getrandom(2) always returns such a small number of bytes in full.
   PD_CHECK(num_bytes == static_cast<ssize_t>(bytes.size()), "getrandom: " << std::strerror(errno));
   constexpr std::string_view kDigits = "0123456789abcdef";
   std::string token;

@@ -1,4 +1,4 @@
-// One link. Threads as in the header.
+// Implements one link over ZeroMQ. Threads as in zmq_link.h.
 #include "transport/zmq/zmq_link.h"
 
 #include <netinet/in.h>
@@ -31,7 +31,7 @@ class ZmqReceived {
   ZmqReceived(const ZmqReceived&) = delete;
   ZmqReceived& operator=(const ZmqReceived&) = delete;
 
-  // False when nothing has arrived.
+  // Receives a part of a message. False when nothing has arrived.
   [[nodiscard]] bool receive(void* socket) {
     const auto receive = [&] { return zmq_.msg_recv(&message_, socket, zmq::kDontWait); };
     if (zmq_.uninterrupted(receive) >= 0) return true;
@@ -102,7 +102,7 @@ ZmqLink::ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& han
   set_option(zmq::kRcvHwm, 0);
   set_option(zmq::kReconnectIvl, -1);
   set_option(zmq::kConnectTimeout, milliseconds(peer_timeout_s));
-  // At a connector this timeout comes later than the deadline for HELLO, whose error message is better.
+  // At a connector this timeout must not come before the deadline for HELLO, whose error message is better.
   set_option(zmq::kHandshakeIvl,
              milliseconds(role == Role::kConnector ? 2 * peer_timeout_s : peer_timeout_s));
   set_part_bytes_max();
@@ -160,7 +160,7 @@ void ZmqLink::bind() {
   std::size_t num_bytes = sizeof(bound);
   PD_CHECK(zmq_.getsockopt(socket_, zmq::kLastEndpoint, bound, &num_bytes) == 0, zmq_.last_error());
   address_ = bound;
-  // This is early enough, because no one else knows the endpoint yet.
+  // The domain need not be added before the socket is bound, because no one else knows the endpoint yet.
   shared_.zap_domains.add(domain_, token_, [this] { await_hello(); });
 }
 
@@ -227,8 +227,8 @@ void ZmqLink::disconnect() {
     if (*fd >= 0) transport().unwatch(std::exchange(*fd, -1));
   }
   if (monitor_ != nullptr) {
-    // This fails only when there is no monitor, for instance because the constructor threw before it made
-    // one.
+    // The call fails only when there is no monitor, for instance because the constructor threw before it made
+    // the monitor.
     [[maybe_unused]] const int stopped = zmq_.socket_monitor(socket_, nullptr, 0);
     PD_CHECK(zmq_.close(monitor_) == 0, zmq_.last_error());
     monitor_ = nullptr;
@@ -275,8 +275,8 @@ void ZmqLink::note_ready(std::uint64_t name) {
   link->mark();
 }
 
-// Reads the monitor's events first. If they report that a connection has ended, everything received before is
-// already in the socket.
+// Reads the monitor's events first. If they report that a connection has ended, all messages that came over
+// it are already in the socket.
 bool ZmqLink::deliver(Driver driver) {
   if (socket_ != nullptr) {
     const bool is_quick_turn = is_quick() && !has_events_ && !connection_ended_;
@@ -340,7 +340,7 @@ void ZmqLink::carry_payload(HeldFrame frame) {
 
 bool ZmqLink::handed_over(int send_result) {
   if (send_result >= 0) return true;
-  // Without a high-water mark a socket refuses a message only when it has no connection.
+  // The socket has no high-water mark, so it refuses a message only when it has no connection.
   PD_CHECK(zmq_.errno_of_thread() == EAGAIN, zmq_.last_error());
   connection_ended_ = true;
   return false;
@@ -354,7 +354,7 @@ void ZmqLink::read_events() {
     if (!event.receive(monitor_)) return;
     ZmqReceived address(zmq_);
     PD_CHECK(event.more() && address.receive(monitor_), "monitor event without an address");
-    // 16 bits of event, 32 bits of value.
+    // A message of the monitor begins with 16 bits of event and 32 bits of value.
     std::uint16_t code = 0;
     std::int32_t value = 0;
     PD_CHECK(event.bytes().size() == sizeof(code) + sizeof(value), event.bytes().size());
@@ -378,8 +378,8 @@ void ZmqLink::handle_connector_event(int event, int value) {
   }
 }
 
-// The reason as far as this side can know it. A listener with another key ends the connection without a
-// reason.
+// The reason for which the handshake failed, as far as this side can know it. A listener with another key
+// ends the connection without giving a reason.
 std::string ZmqLink::how_handshake_failed(int event, int value) const {
   if (event == zmq::kEventHandshakeFailedAuth) {
     const std::string refused = "it refused the connection to " + address_ + ": ";
@@ -418,7 +418,7 @@ bool ZmqLink::receive_some() {
       receive_one(header);
       continue;
     }
-    // This delivers the last frames that came before the connection's end.
+    // Delivers the last frames, which the peer put into the ring before the connection ended.
     drain_rings();
     if (peer_fd_ != kAnyFd && ended_fds_.contains(peer_fd_)) connection_ended_ = true;
     if (connection_ended_) lost(how_it_ended_);

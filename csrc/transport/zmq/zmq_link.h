@@ -43,7 +43,8 @@ class ZmqReceived;
 // The descriptor that becomes readable on activity of the socket; see the top.
 [[nodiscard]] int descriptor_of(const LibZmq& zmq, void* socket);
 
-// Payloads that libzmq still reads. Places are reused, so only a new peak allocates. Any thread.
+// Payloads that libzmq still reads. Places are reused, so memory is allocated only when libzmq holds more
+// payloads than ever before. Any thread.
 class SentPayloads {
  public:
   struct Payload {
@@ -123,8 +124,8 @@ class ZmqLink final : public LinkCore {
   [[nodiscard]] bool deliver_rings();
 
  private:
-  // Stands for no particular connection. Connections are named by file descriptor, because a listener may
-  // also see strangers' connections end.
+  // The value that stands for any connection. Connections are named by their file descriptors, because a
+  // listener may also see strangers' connections end.
   static constexpr int kAnyFd = -1;
 
   void watch_traffic() override;

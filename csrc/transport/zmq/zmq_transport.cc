@@ -84,7 +84,7 @@ class ZmqTransport final : public TransportCore {
     deliver_rings(driver);
   }
 
-  // A handler may end or open its link during the loop.
+  // Delivers frames from the rings. During the loop a handler may end or open its link.
   void deliver_rings(Driver driver) {
     rings_have_more_ = false;
     if (!shared_.board) return;
