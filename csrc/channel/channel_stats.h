@@ -18,7 +18,7 @@ struct ChannelStats {
   // Bytes may then still lie in the system's buffers. At a receiver: the sum over items of the time from an
   // item's first bytes to its last bytes, estimated from its chunks. An item of a single chunk adds nothing.
   std::int64_t transfer_ns = 0;
-  // At a sender: the part of transfer_ns in which the first item in the queue had no credit.
+  // At a sender: the part of transfer_ns in which the first queued item waited for a slot of the receiver.
   std::int64_t credit_wait_ns = 0;
   // At a receiver: the time during which the compute thread waited for this channel.
   std::int64_t wait_ns = 0;

@@ -21,7 +21,7 @@ inline constexpr std::size_t kUsualChunkBytes = std::size_t{1} << 20;
 
 class ChunkTuner {
  public:
-  // fixed_bytes: the chunk size, which is then not measured. With 0 the size is measured as described above.
+  // fixed_bytes: a chunk size that is used without any measurement; 0: measure, as described above.
   explicit ChunkTuner(std::size_t fixed_bytes);
 
   // The chunk size for the next timed item, and for an item that is not timed.

@@ -11,7 +11,8 @@
 
 namespace pipedream {
 
-// The most slots that may be granted and not yet filled, however many slots the receiver has.
+// The most slots that may be granted and not yet filled at a time. A receiver with more slots grants the rest
+// later.
 inline constexpr std::size_t kNumGrantsMax = 4096;
 
 // The place in the receiver's memory where the item that fills a slot is to land. With 0 bytes the item lands

@@ -5,7 +5,7 @@
 //   slots 8, enough 4       the receiver first grants all 8 in one frame
 //   items fill 5 slots      the sender has 3 left: all free slots are granted, then each that becomes free
 //   an item fills the last  the sender says so in its frame: all free slots are granted, then each that
-//                           becomes free, until an item comes that says otherwise
+//                           becomes free, until an item comes that does not fill the last slot
 //
 // The sender must say so itself: items may be on their way, so the receiver cannot know how many slots the
 // sender has left. With this rule no sender waits for a credit that is held back.
@@ -77,7 +77,8 @@ class HeldCredits {
 
  private:
   static constexpr std::size_t kNumFurtherMax = 64;
-  // One slot for the item under way and one for the next. So a window of two slots holds nothing back.
+  // The receiver holds credits back only while the sender has at least this many slots: one for the item
+  // under way and one for the next item.
   static constexpr std::size_t kNumEnoughMin = 2;
 
   void note_told() {

@@ -180,10 +180,11 @@ void ItemCopier::tell_when_copied(SendItem& item, std::size_t num_chunks) {
   telling_stream_->call(std::move(tell));
 }
 
-// Runs on the telling stream, or on the copy stream on the host.
+// Runs on the thread of telling_stream_; on the host, on the copy stream's thread.
 void ItemCopier::note_copied(SendItem& item, std::size_t num_chunks) {
   num_copies_.fetch_sub(1);
-  // The time is written before the counter, because the item may be gone once the counter is complete.
+  // The time is written before the counter, because another thread may release the item once the counter is
+  // complete.
   if (item.num_chunks_copied.load() + num_chunks == item.num_chunks) item.copied_ns = now_ns();
   item.num_chunks_copied.fetch_add(num_chunks);
   on_copied_();

@@ -30,14 +30,14 @@ namespace pipedream {
 
 class ItemCopier {
  public:
-  // staging, residual, encoded: as for SendChannel. on_copied: called when more chunks of an item can be
-  // framed or more copies can be enqueued. It must be short and must not call the device.
+  // staging, residual, encoded: see SendChannel's constructor. on_copied: called when more chunks of an item
+  // can be framed or more copies can be enqueued. It must be short and must not call the device.
   ItemCopier(const WireLayout& layout, Device& device, SlotGroup* staging, SlotGroup* residual,
              SlotGroup* encoded, std::function<void()> on_copied);
 
   // are_posted: whether items go to places that the receiver posts, and not into its slots.
   void place_into(std::unique_ptr<SharedMemory> memory, bool are_posted);
-  // Unmaps that memory. No copy is under way.
+  // Unmaps the receiver's memory. Called when no copy is under way.
   void end_placing() { placed_slots_.reset(); }
   // Whether items are placed.
   [[nodiscard]] bool places() const { return placed_slots_ != nullptr; }
@@ -46,7 +46,7 @@ class ItemCopier {
 
   // Leases a staging buffer if the item needs one. False when none is free: call again later.
   [[nodiscard]] bool reserve(SendItem& item);
-  // Begins an item that has its slot of the receiver. If nothing has to be copied, all its chunks can be
+  // Begins an item that has got a slot of the receiver. If nothing has to be copied, all its chunks can be
   // framed now.
   void start(SendItem& item);
   // Copies the rest of the item, at once or on the copy stream. False when no more copies may be enqueued:
@@ -66,13 +66,13 @@ class ItemCopier {
     std::size_t num_bytes;
   };
 
-  // A placed item of at most this size is copied between host memories by the calling thread. The copy takes
-  // no longer than to wake the copy stream's thread and to be woken by it: 24 us for 1 MiB in the cache,
-  // where each of the two wake-ups takes 15 to 25 us.
+  // A placed item of at most this size is copied between host memories by the calling thread. Such a copy
+  // takes at most 24 us if the data are in the cache. Waking the copy stream's thread takes 15 to 25 us, and
+  // being woken by it as much again.
   static constexpr std::size_t kCopiedHereBytesMax = std::size_t{1} << 20;
-  // The most copies that may be enqueued and not done. Each copy is two or three operations on a stream. So
-  // with this bound the thread that drives never waits for room in the stream (kStreamDepth), unless channels
-  // share the stream.
+  // The most copies that may be enqueued and not done. Each copy is two or three operations on a stream. A
+  // stream holds kStreamDepth operations. So the thread that drives never waits for room in the stream,
+  // unless channels share it.
   static constexpr std::size_t kNumCopiesMax = 128;
 
   [[nodiscard]] bool is_copied_here(const SendItem& item) const;
@@ -99,8 +99,7 @@ class ItemCopier {
   std::atomic<std::size_t> num_copies_{0};     // enqueued and not done
   std::unique_ptr<Stream> copy_stream_;  // null when nothing is copied; its callbacks use the members above
   // A second stream for host functions, so that they do not hold up copies. On a device one host function
-  // delays the copies behind it by 10 to 30 us, in which NVLink moves a MiB. Null on the host, where host
-  // functions cause no such delay.
+  // delays the copies behind it by 10 to 30 us. Null on the host, where host functions cause no such delay.
   std::unique_ptr<Stream> telling_stream_;
   std::unique_ptr<Event> copied_;  // recorded again for each host function
 };

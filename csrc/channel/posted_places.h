@@ -20,7 +20,7 @@ class PostedPlaces {
     const std::lock_guard lock(mutex_);
     for (const std::span<std::byte> place : places) places_.push_back(place);
   }
-  // The first place, which stays in the queue; empty when no place is queued.
+  // Returns the first place and leaves it in the queue; empty when no place is queued.
   [[nodiscard]] std::optional<std::span<std::byte>> next() {
     const std::lock_guard lock(mutex_);
     if (places_.empty()) return std::nullopt;

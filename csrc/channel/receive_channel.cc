@@ -99,7 +99,8 @@ std::vector<ReceivedTransfer> ReceiveChannel::transfers() const {
 
 void ReceiveChannel::on_open(Link& link) {
   attach(link);
-  // With a copy stream, copies can begin before anyone waits for the item.
+  // With a copy stream, frames should be read at once, so that copies begin before the compute thread waits
+  // for the item.
   link.let_wait(copy_stream_ == nullptr ? Patience::kUntilOneWaits : Patience::kNone);
   grant_free_slots();
   wakeup_.update([&] { open_.store(true); });
@@ -219,8 +220,8 @@ void ReceiveChannel::give_up() {
   current_.reset();
 }
 
-// Waits for all copies. After a device's error no copy is under way, but waiting may report the error once
-// more.
+// Waits for all copies. After an error of the device no copy is under way, but the wait may throw the error
+// once more.
 void ReceiveChannel::finish_copies() {
   if (copy_stream_) {
     static_cast<void>(wakeup_.try_on_device(options_.name, [this] { copy_stream_->synchronize(); }));
@@ -260,7 +261,7 @@ std::optional<Failure> ReceiveChannel::on_tensor(const FrameHeader& header,
 }
 
 // Returns an error message if the frame is out of order. Chunks of a tensor, tensors of an item, microbatches
-// and minibatches come strictly in order. Each is complete before the next begins.
+// and minibatches come strictly in order.
 std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) const {
   if (ended_) return "a tensor after the end";
   if (header.num_tensors != options_.spec.num_tensors()) {
@@ -376,7 +377,7 @@ std::byte* ReceiveChannel::encoded_at(std::size_t tensor_index) const {
 }
 
 // Keeps the time and the size of the first chunk. arrival_ns() estimates from the later chunks how long the
-// first one took.
+// first chunk took to arrive.
 void ReceiveChannel::note_arrival(std::size_t num_bytes) {
   if (num_item_bytes_ == 0) {
     first_arrival_ns_ = now_ns();
@@ -444,7 +445,8 @@ void ReceiveChannel::finish_item() {
   num_granted_.fetch_sub(1);
   deliver(std::move(item));
   current_.reset();
-  // More slots may be free than can be granted at once, and credits may be due only after this item.
+  // Slots may be free that were not granted before: at most kNumGrantsMax are granted at a time. The item may
+  // also say that held credits are due (held_credits.h).
   if (slots_.num_free() > 0) {
     grant_free_slots();
   } else {

@@ -58,13 +58,14 @@ class ReceiveChannel final : public LinkHandler {
  public:
   // slots: one for each item in flight, of spec.slot_bytes() on the device. They have 0 bytes where items
   //   land at posted places, which need no staging.
-  // staging: as many slots of WireLayout::slot_bytes(), into which the wire writes; null when it writes
-  //   device memory itself.
+  // staging: one slot of WireLayout::slot_bytes() for each of `slots`, into which the wire writes; null when
+  //   the wire writes device memory itself.
   // compute_stream: the stream on which items are read; null on the host.
   // shared: the memory into which the sender may write by itself, or null. It holds the slots that the wire
   //   writes, or all posted places. When it is device memory there is no staging, and every item is placed.
-  // encoded: a slot as large as staging's, from which the device decodes; null where it decodes from staging.
-  // All of them outlive the channel and its items.
+  // encoded: one slot of WireLayout::slot_bytes(), from which the device decodes; null if the device decodes
+  //   from staging.
+  // All of these outlive the channel and its items.
   ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
                  SlotGroup& slots, SlotGroup* staging, Stream* compute_stream,
                  const SharedMemory* shared = nullptr, SlotGroup* encoded = nullptr);
@@ -79,7 +80,8 @@ class ReceiveChannel final : public LinkHandler {
 
   // Moves the next received item to `item`; false when there is none. Call it inside Wakeup::wait_until.
   [[nodiscard]] bool try_take(ReceivedItem& item);
-  // exhausted(): the peer said BYE and the inbox is empty, so nothing more will come.
+  // Whether an item can be taken now. exhausted(): whether no item will come any more, because the peer said
+  // BYE and the inbox is empty.
   [[nodiscard]] bool has_item() const { return !inbox_.empty(); }
   [[nodiscard]] bool exhausted() const { return closed_ && inbox_.empty(); }
 
@@ -88,7 +90,7 @@ class ReceiveChannel final : public LinkHandler {
 
   // Whether the compute thread holds all slots: none is free, granted or being filled. The plan has one slot
   // more than the compute thread keeps. So if the result is true while the compute thread waits for this
-  // channel, someone keeps items that he should have given back.
+  // channel, it keeps an item that it should have dropped.
   [[nodiscard]] bool all_slots_held() const { return slots_.num_free() == 0 && num_granted_.load() == 0; }
 
   // Stops granting slots. Items may be dropped after this call.
@@ -177,7 +179,7 @@ class ReceiveChannel final : public LinkHandler {
   bool closed_ = false;
 
   // Used by the thread that drives: for each slot number on the wire, the slot that waits for an item, or
-  // null. The sender knows about all of them except those that credits_ holds back.
+  // null. The sender knows of these slots, except those that credits_ holds back.
   std::vector<ReceivedSlot*> granted_;
   HeldCredits credits_;  // the slots of granted_
 

@@ -80,7 +80,7 @@ void ReceiverAccess::detach() {
   none_reaches_.wait(lock, [&] { return num_reaching_ == 0; });
 }
 
-// Calls the channel without the mutex, because a handler may take the mutex.
+// Calls the channel without holding the mutex, because the call may run a handler, which may take the mutex.
 template <class Call>
 void ReceiverAccess::reach(Call call) {
   ReceiveChannel* channel = nullptr;

@@ -31,7 +31,8 @@ class ReceiverAccess {
   // side_stream: see ChannelOptions.
   ReceiverAccess(ReceiveChannel& channel, std::function<std::unique_ptr<Stream>()> side_stream)
       : side_stream_(std::move(side_stream)), channel_(&channel) {}
-  // A slot became free. Called by whichever thread drops the last reference to an item's tensors.
+  // Tells the channel that a slot became free. Called by the thread that drops the last reference to an
+  // item's tensors.
   void slot_released();
   // Makes the run fail, because after a device's error nobody knows whether an item was read completely.
   void tell(const DeviceError& error);
@@ -40,7 +41,8 @@ class ReceiverAccess {
   [[nodiscard]] std::unique_ptr<Stream> side_stream() const {
     return side_stream_ ? side_stream_() : nullptr;
   }
-  // Runs the function when the compute thread next asks for work. False: the channel is gone.
+  // Runs the function when the compute thread next asks for work. Returns false, without keeping the
+  // function, if the channel is gone.
   bool defer(std::function<void()> function);
   // Cuts the way to the channel, and waits for threads that are using it.
   void detach();
@@ -82,9 +84,10 @@ struct ReceivedSlot {
   std::unique_ptr<Event> ready;     // recorded after the copies; null when nothing is staged
 
   // On an asynchronous device an item may be dropped while enqueued kernels still read its slot. The last
-  // reader's event marks their end. The next copy into the slot waits for it; where the sender makes that
-  // copy, the slot's grant waits. A thread may have read on another stream than the compute stream, as some
-  // backwards do; then a second event marks the end there. All of these are null on the host.
+  // reader's event marks their end. The next copy into the slot waits for this event. If the sender makes the
+  // copy, the grant of the slot waits instead. A thread may also have read on another stream than the compute
+  // stream, as some backwards do. Then a second event marks the end of these reads. The members below are
+  // null on the host.
   Device* device = nullptr;  // device and compute_stream outlive the items
   Stream* compute_stream = nullptr;
   std::unique_ptr<Event> last_read;

@@ -167,7 +167,7 @@ void SendChannel::start_queued() {
   }
 }
 
-// False when the item must wait.
+// Begins the item. False when the item must wait for a slot of the receiver or for a staging buffer.
 bool SendChannel::start(SendItem& item) {
   if (item.is_end) return true;
   record_.note_credit_wait(granted_.empty());
@@ -330,8 +330,8 @@ void SendChannel::give_up() {
   fail_queued();
 }
 
-// Waits for all copies. After a device's error no copy is under way, but waiting may report the error once
-// more.
+// Waits for all copies. After an error of the device no copy is under way, but the wait may throw the error
+// once more.
 void SendChannel::finish_copies() {
   static_cast<void>(wakeup_.try_on_device(options_.name, [this] { copier_.synchronize(); }));
 }

@@ -51,15 +51,14 @@ struct ChannelOptions {
   ItemSpec spec;
   std::size_t chunk_bytes = 0;  // the sender's chunk size; 0: measured, see chunk_tuner.h
   std::size_t num_items_max = 16;
-  // The numbers of the channel's microbatches, counted through the whole run. The channel carries
-  // first_microbatch and every microbatch_stride-th one after it. With a stride of 0 it carries any later
-  // microbatches in ascending order. With one microbatch per minibatch a microbatch's number is its
-  // minibatch's.
+  // The numbers of the microbatches that the channel carries, counted through the whole run: first_microbatch
+  // and every microbatch_stride-th number after it. With a stride of 0 they are any later numbers in
+  // ascending order.
   std::int64_t first_microbatch = 0;
   std::int64_t microbatch_stride = 1;
   std::int64_t num_microbatches = 1;   // per minibatch
   Codec codec{};                       // applied to float tensors only
-  std::size_t num_transfers_kept = 0;  // each end keeps the times of so many newest items
+  std::size_t num_transfers_kept = 0;  // the newest items whose times each end keeps
   // The most places that the receiver may have posted and not yet granted; 0 if its items land in slots and
   // not in posted places.
   std::size_t num_posts_max = 0;
@@ -83,17 +82,17 @@ class SendChannel final : public LinkHandler {
   ~SendChannel() override;  // the transport has been shut down
 
   // Maps and claims `memory`, which has the receiver's slots: from now on items are written there. Called
-  // before there is a link. The call is needed, with device memory, if the wire cannot read device memory and
-  // there is no staging buffer.
+  // before there is a link. If the wire cannot read device memory and there is no staging buffer, this call
+  // is needed, and `memory` must be device memory.
   void place_into(std::unique_ptr<SharedMemory> memory);
-  // Does the same for a receiver that posts places: items are written to the posted places in `memory`. The
-  // caller has claimed the memory.
+  // Maps `memory`, in which the receiver posts places: from now on items are written to the posted places.
+  // The caller has claimed the memory. Called before there is a link.
   void place_where_posted(std::unique_ptr<SharedMemory> memory);
   [[nodiscard]] bool places() const { return places_; }
-  // Unmaps that memory, so that the receiver may free it. Called after the transport's shutdown.
+  // Unmaps the receiver's memory, so that the receiver may free it. Called after the transport's shutdown.
   void end_placing();
 
-  // Before the first send.
+  // Called before the first send.
   void attach(Link& link) { link_.store(&link); }
 
   // Sends the tensors of a work item. Never blocks. The tensors are read until collect_released() destroys
@@ -136,11 +135,11 @@ class SendChannel final : public LinkHandler {
   [[nodiscard]] bool is_quick() const override { return true; }  // credits
 
  private:
-  // The chunk size of placed tensors. The receiver does not copy them, so that small chunks gain nothing on
-  // the host and little on a device.
+  // The chunk size of placed tensors. The receiver does not copy placed tensors, so small chunks gain nothing
+  // on the host and little on a device.
   static constexpr std::size_t kPlacedChunkBytes = std::size_t{4} << 20;
-  // One of these is for the end item, which does not wait for room. The other one is for an item whose
-  // on_sent comes late, after the receiver's answer to the item has arrived.
+  // One spare item is for the end of the channel, which does not wait for room. The other is for an item
+  // whose on_sent comes late, after the receiver has already sent back a result of it.
   static constexpr std::size_t kNumSpareItems = 2;
 
   [[nodiscard]] std::size_t check_and_count_bytes(MinibatchId minibatch,

@@ -34,7 +34,7 @@ void SendRecord::note_framed(SendItem& item) {
   if (num_passed + 1 == item.num_chunks) num_items_sent_.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Items that were never sent, in a failed run, leave no transfer.
+// An item that was never sent, in a failed run, gets no entry among the transfers.
 void SendRecord::end(const SendItem& item, std::int64_t released_ns) {
   const std::lock_guard lock(mutex_);
   if (item.is_timed) time(item, released_ns);

@@ -27,8 +27,8 @@ struct ReceivedTransfer {
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
   std::uint64_t wire_bytes = 0;
-  // When the receiver noticed the first chunk. Between processes of one host the chunk may have been there
-  // earlier, because the receiver looks only at times (frame_rings.h).
+  // When the receiver noticed the first chunk. Between processes of one host the chunk may have arrived
+  // earlier, because the receiver does not look at every moment (frame_rings.h).
   std::int64_t arrived_ns = 0;
   std::int64_t complete_ns = 0;  // the receiver had the last chunk; copies to the device may follow
 };

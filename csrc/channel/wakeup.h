@@ -96,7 +96,7 @@ class Wakeup {
       changed_.wait_until(lock, deadline, done);
       return accepted;
     }
-    // Another thread drives for this one.
+    // Another thread drives, and delivers this thread's items.
     lock.unlock();
     transport_->want_all(true);
     const ScopeExit has_waited([&] { transport_->want_all(false); });
@@ -107,7 +107,7 @@ class Wakeup {
   }
 
   // The compute thread calls begin_item() and end_item() around each work item. Functions that it posts in
-  // between run at end_item(), together with what the item sends.
+  // between run at end_item(), together with the sends of the work item.
   void begin_item() { item_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed); }
   void end_item() {
     item_thread_.store({}, std::memory_order_relaxed);
