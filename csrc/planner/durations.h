@@ -67,11 +67,12 @@ struct SharedCores {
   std::vector<double> speeds = {1.0};
 };
 
-// The factors by which single instructions take longer or shorter than the mean. A worker draws them from a
-// deck, which is shuffled again when it is empty, so that the means hold after every deck.
+// The factors by which single instructions take longer or shorter than the mean. A worker draws the factors
+// from a deck. When the deck is empty it gets a newly shuffled one, so that the mean over each deck is exact.
 struct Spread {
   std::map<Opcode, std::vector<double>> factors = {};  // other opcodes take their mean
-  // Returns the next deck of a worker: all factors of the opcode. They are drawn from the last to the first.
+  // Returns the worker's next deck: all factors of the opcode, shuffled. The worker draws them from the last
+  // to the first.
   std::function<std::vector<double>(std::size_t worker, Opcode opcode)> shuffled = {};
 };
 
@@ -84,7 +85,7 @@ struct Timing {
   // With 0 there is never any extra time.
   std::vector<double> waking_after_ms = {};
   // Whether a worker sends and receives everything over one link, like a host with one network interface. If
-  // not, it has a link to each other worker, and one more for all exchanges with replicas.
+  // not, a worker has a link to each other worker, and one more link for all pushes and pulls.
   bool one_link = false;
   Spread spread = {};
 };

@@ -40,7 +40,7 @@ class FactoredWeights {
  private:
   struct Group {
     std::int64_t num_replicas_max = 0;
-    Sum sum;  // over this group and all after it: with so many replicas these weights go as factors, too
+    Sum sum;  // over this group and the later groups, which go as factors with even more replicas
   };
 
   // The index of the first group that goes as factors with this number of replicas; groups_.size() if no

@@ -17,8 +17,8 @@ inline constexpr std::size_t kNoLine = static_cast<std::size_t>(-1);
 // The equal chunks of an item that an edge carries between replicas. Each chunk leaves as soon as it is made.
 struct LaneChunks {
   double number = 1;
-  double first_lead_ms = 0;  // pushes: the first chunk is made so long before the SEND
-  double last_lead_ms = 0;   // pushes: the last chunk is made so long before the SEND
+  double first_lead_ms = 0;  // of pushes: from the time when the first chunk is made to the SEND
+  double last_lead_ms = 0;   // of pushes: from the time when the last chunk is made to the SEND
   double update_ms = 0;      // time to update one chunk while the next arrives; 0 if chunks do not overlap
 };
 
@@ -104,7 +104,7 @@ class Network {
 
   [[nodiscard]] Made made(SentItem& item, double now_ms);
   // Computes when each item of sent_ leaves. These items share the line evenly, and items sent later wait for
-  // them. Chunks that were made before now have left already, as far as the line was free.
+  // them. Chunks that were made before now_ms have left before it, as far as the line was free.
   void carry(double& free_ms, double now_ms);
   // When an item that is ready to come at ready_ms begins to use the receiver's line.
   double begin_to_come(const Lane& lane, double ready_ms);
@@ -116,7 +116,7 @@ class Network {
   std::vector<Made> sent_ = {};             // the items of the present send() that use a line
   std::vector<std::size_t> in_order_ = {};  // indices of sent_, in ascending order of left_ms
   std::vector<LineIn> lines_in_;            // by worker
-  // For each worker, the time when it had the first chunk of all gradients of its shard.
+  // For each worker: the time when it had received the first chunk of every push of the round.
   std::vector<double> gathered_ms_;
   std::vector<Transfer>* transfers_;
 };

@@ -25,7 +25,7 @@ struct Suffix {
   double spare_bytes = 0;     // memory that the first stage's workers have left for items from upstream
   std::size_t end_layer = 0;  // one behind the last layer of the first stage
   bool recompute = false;
-  std::size_t next = 0;  // index of the rest, among the suffixes from end_layer on with the other workers
+  std::size_t next = 0;  // index of the plan of the layers from end_layer on
   double bottleneck_s = 0;
   bool has_room = false;  // spare_bytes are enough for every plan upstream
 
@@ -71,8 +71,8 @@ class LimitedSearch {
   // Suffixes within a bound, by first layer and number of workers. A suffix is better for a stage upstream if
   // it has fewer microbatches in flight, over all replicas, and more spare memory for items from upstream.
   // The number of replicas decides how many edges these items come over. So with memory limits the search
-  // keeps, for each number of replicas, the suffixes that no other suffix beats in both figures. Suffixes
-  // with fewer microbatches come first.
+  // keeps, for each number of replicas, the suffixes that no other suffix beats in both microbatches in
+  // flight and spare memory. Suffixes with fewer microbatches come first.
   using Suffixes = std::vector<Suffix>;
   using Table = std::vector<std::vector<Suffixes>>;
 
@@ -185,7 +185,7 @@ class LimitedSearch {
       const double compute_s = cost.compute_s;
       forward_s += memory_[last].forward_s;
       bytes.add(layers_, memory_, last);
-      // Fewer replicas cannot compute the stage in time. 1 is subtracted because of rounding.
+      // With fewer replicas than this the stage cannot compute in time. 1 is subtracted because of rounding.
       const double fewest = compute_s > 0 ? std::floor(compute_s / (fastest_ * bound.limit_s)) - 1 : 0.0;
       const auto at_least_s = [&](double count) { return compute_s / (fastest_ * count); };
       if (fewest > static_cast<double>(num_workers)) {  // more layers only take longer

@@ -29,8 +29,8 @@ struct PlanLimits {
   std::vector<double> memory_bytes;  // of each worker; empty: no limit
   MemoryCosts costs;
   bool may_recompute = true;                // a stage may recompute if it does not fit otherwise
-  std::vector<std::int64_t> last_layers;    // of all stages, the last one's included; empty: free
-  std::vector<std::int64_t> num_replicas;   // of all stages; empty: free
+  std::vector<std::int64_t> last_layers;    // the last layer of each stage; empty: the search chooses
+  std::vector<std::int64_t> num_replicas;   // of each stage; empty: the search chooses
   std::int64_t num_replicas_max = 1 << 30;  // of a stage
 };
 

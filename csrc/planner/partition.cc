@@ -35,8 +35,8 @@ struct Problem {
 constexpr std::int64_t kImpossible = -1;
 
 // A lower bound, except for rounding, on the replicas m >= 2 with T(m) <= t. It follows from two conditions:
-// compute_s / m <= t, and 4 (m - 1) w / (m^2 B) <= t. The second one is the same as q m^2 - m + 1 >= 0 with q
-// = t B / (4 w).
+// compute_s / m <= t, and 4 (m - 1) w / (m^2 B) <= t. The second condition is the same as q m^2 - m + 1 >= 0
+// with q = t B / (4 w).
 double estimate_replicas(const StageCost& cost, double bottleneck_s, double bandwidth_bytes_per_s) {
   const double for_compute = cost.compute_s / bottleneck_s;
   const double quotient = bottleneck_s * bandwidth_bytes_per_s / (4 * cost.parameter_bytes);
@@ -74,7 +74,7 @@ std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, 
   const auto is_enough = [&](std::int64_t num_replicas) {
     return cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s;
   };
-  // Fewer replicas cannot compute the stage in time. One less, because of rounding.
+  // With fewer replicas than at_least the stage cannot compute in time. 1 is subtracted because of rounding.
   const double at_least = std::floor(cost.compute_s / bottleneck_s) - 1;
   if (at_least > static_cast<double>(problem.num_replicas_max)) return kImpossible;
   for (auto from = static_cast<std::int64_t>(std::max(2.0, at_least)); from <= problem.num_replicas_max;) {
@@ -93,7 +93,7 @@ std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, 
 // The fewest replicas m >= 2 with T(m) <= t, if minibatches are cut into microbatches. Tries one number after
 // the other, because the sync depends on the common divisors of m and the number of microbatches.
 std::int64_t fewest_with_microbatches(const Problem& problem, const StageCost& cost, double bottleneck_s) {
-  // Fewer replicas cannot compute the stage in time. One less, because of rounding.
+  // With fewer replicas than at_least the stage cannot compute in time. 1 is subtracted because of rounding.
   const double at_least = std::floor(cost.compute_s / bottleneck_s) - 1;
   if (at_least > static_cast<double>(problem.num_replicas_max)) return kImpossible;
   for (auto num_replicas = static_cast<std::int64_t>(std::max(2.0, at_least));
@@ -181,8 +181,8 @@ double least_bottleneck_s(const Problem& problem) {
   return std::bit_cast<double>(feasible);
 }
 
-// The best way to divide all layers before some layer into stages: with fewer workers, then fewer stages,
-// then the earliest start of the last stage.
+// The best way to divide all layers before some layer into stages. The best has the fewest workers; among
+// equals the fewest stages; then the last stage that begins earliest.
 struct Cover {
   std::int64_t num_workers = 0;
   std::int64_t num_stages = 0;

@@ -1,10 +1,14 @@
 // Divides a profiled model into replicated stages. Finds the exact optimum by dynamic programming.
 //
-// T(i..j, m) = (1/m) max( sum T_l, sum W_l^m ),  W_l^m = 4 (m-1) w_l / (m B),  C_i = a_i / B A(j, m)    =
-// min( T(0..j, m), min over i<j, m'<m of max( A(i, m-m'), 2 C_i, T(i+1..j, m') ) ) The optimum uses at most
-// num_workers workers. Among equal plans it prefers fewer workers, then fewer stages. Source: PipeDream
-// (SOSP'19), section 3.1. stage_cost.h has T for weights whose gradients go as factors, and for several
-// microbatches.
+//   T(i..j, m) = (1/m) max( sum T_l, sum W_l^m )       time of a stage with layers i to j and m replicas
+//   W_l^m      = 4 (m-1) w_l / (m B)                   sync of a layer with w_l bytes of parameters
+//   C_i        = a_i / B                               a_i bytes of activations behind layer i
+//   A(j, m)    = min( T(0..j, m),                      least bottleneck of layers 0 to j on m workers
+//                     min over i<j, m'<m of max( A(i, m-m'), 2 C_i, T(i+1..j, m') ) )
+//
+// T_l is a layer's computing time, and B the bandwidth. The optimum uses at most num_workers workers. Among
+// equal plans it prefers fewer workers, then fewer stages. Source: PipeDream (SOSP'19), section 3.1.
+// stage_cost.h has T for weights whose gradients go as factors, and for several microbatches.
 //
 // Method. "Is there a plan with bottleneck <= t?" is answered by a DP over layers alone: the fewest
 // workers that cover layers 0..j, O(N^2). Feasibility is monotone in t, and the non-negative doubles are
@@ -51,8 +55,8 @@ struct Partition {
                                   std::int64_t num_microbatches = 1);
 
 // Finds the partition. straight: every stage has one replica. Throws UserError for no layers, num_workers <
-// 1, a bandwidth that is not positive, a cost that is negative or not finite, and factors whose weights have
-// more bytes, or whose products take longer, than their layer.
+// 1, a bandwidth that is not positive, a cost that is negative or not finite, and for factors that do not fit
+// their layer: weights with more bytes than the layer, or products that take longer than the layer computes.
 [[nodiscard]] Partition partition(const std::vector<LayerCost>& layers, std::int64_t num_workers,
                                   double bandwidth_bytes_per_s, bool straight = false,
                                   std::int64_t num_microbatches = 1);

@@ -79,7 +79,8 @@ double exchange_ms(EdgeKind kind, const StageDurations& stage, ReplicaIndex owne
 
 double work_ms_of(const Instruction& step, const StageDurations& stage) {
   const OpcodeTraits& traits = traits_of(step.opcode);
-  // The lists do not say how large a validation minibatch is. It counts as a first microbatch.
+  // A validation minibatch is given the duration of a first microbatch, because the lists do not say how
+  // large it is.
   const bool is_first = step.microbatch.value() == 0 || traits.scope == Scope::kBoundary;
   switch (traits.duration) {
     case Duration::kNone:
@@ -159,8 +160,8 @@ struct DoneHash {
   }
 };
 
-// Refuses an instruction that is there twice, or before its forward. One list is enough, because all
-// instructions of a replica are in the same list.
+// Refuses an instruction that is in the list twice, or before its forward. One list at a time is enough,
+// because all instructions of a replica are in the same list.
 void check_list(const std::vector<Instruction>& program) {
   std::unordered_set<Instruction, DoneHash> seen;
   for (const Instruction& instruction : program) {
@@ -265,8 +266,8 @@ class Replay {
     lane.edge = edge;
     lane.sender = worker_at(edge.from);
     lane.receiver = worker_at(edge.to);
-    // Only the sender uses this line, and it does its list in order. So the line carries items in the order
-    // in which they are sent.
+    // Only the sender uses this line, and the sender does its list in order. So the line carries items in the
+    // order in which they are sent.
     if (lane.sender != lane.receiver) {
       const bool is_shared = timing_.one_link || is_exchange(edge.kind);
       const auto [line, is_new_line] =
@@ -280,7 +281,8 @@ class Replay {
     } else {
       const StageIndex above = std::min(edge.from.stage, edge.to.stage);
       const BoundaryDurations& boundary = timing_.boundaries[static_cast<std::size_t>(above.value())];
-      // Transfers of tied parameters and norms are small beside these, and are taken to need no time.
+      // Transfers of tied parameters and norms are taken to need no time, because they are small beside
+      // activations and gradients.
       if (edge.kind == EdgeKind::kActivation || edge.kind == EdgeKind::kEvaluation)
         lane.transfer_ms = boundary.activation_ms;
       if (edge.kind == EdgeKind::kGradient) lane.transfer_ms = boundary.gradient_ms;
@@ -339,7 +341,8 @@ class Replay {
     if (!are_done()) throw UserError(describe_deadlock());
   }
 
-  // Does all instructions that the worker can do now. Workers that waited for its items become ready.
+  // Does all instructions that the worker can do now. Workers that waited for this worker's items become
+  // ready.
   void advance(std::size_t index, std::deque<std::size_t>& ready, bool is_first_to_send) {
     Worker& worker = workers_[index];
     while (!worker.is_done()) {
@@ -444,8 +447,8 @@ class Replay {
     return speeds;
   }
 
-  // The time that the worker's step takes if it begins now. Called once for each step, because it notes the
-  // worker's waits.
+  // The milliseconds that the worker's step takes if it begins now. Call it once for each step, because it
+  // also records the worker's wait before the step.
   [[nodiscard]] double work_ms(Worker& worker, const Step& step) const {
     if (timing_.waking_after_ms.empty()) return step.work_ms;
     Waking& waking = worker.wakings[step.index];

@@ -5,7 +5,7 @@
 //                                                 parameters whose gradients are pushed as they are. F: bytes
 //                                                 of one replica's factors, of its R / m minibatches
 //   compute  sum T_l + (m-1) P                    P: time to multiply one other replica's factors. Every
-//                                                 replica multiplies those of all
+//                                                 replica multiplies the factors of all replicas
 //   T        max(compute / m, sync / R)
 #pragma once
 

@@ -18,8 +18,8 @@ std::int64_t num_edges(const StageCopies& stage, const StageCopies& neighbour) {
 
 std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
 
-// The size of the smallest chunk of a shard. Below it, the bytes by which a chunk's slot is larger than the
-// chunk, for the list of its pieces and for alignment.
+// kChunkBytesMin: the size of the smallest chunk of a shard. kBesidesChunkBytes: how much larger than the
+// chunk its slot is, for the list of the chunk's pieces and for alignment.
 constexpr double kChunkBytesMin = 1 << 20;
 constexpr double kBesidesChunkBytes = 512;
 
@@ -29,7 +29,7 @@ double largest_tensor(const ReplicaWeights& weights) {
   return std::min(weights.largest, weights.all - weights.factored);
 }
 
-// The most bytes that one replica owns.
+// The most bytes of dense weights that one replica may own.
 double shard_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, const ShardShare& share,
                    const MemoryCosts& costs) {
   const double even = share.most * (weights.all - weights.factored);
@@ -60,7 +60,7 @@ ReplicaWeights weights_of(const StageBytes& stage, const FactoredWeights::Sum& f
   return {stage.parameters, stage.largest, factored.weight_bytes, factored.factor_bytes};
 }
 
-// Encoded items at one side of a stage, with so many channels in each direction.
+// Encoded items at one side of a stage, in num_channels channels each way.
 struct EncodedItems {
   double item_bytes = 0;  // of a microbatch
   std::int64_t num_channels = 0;
@@ -202,7 +202,8 @@ double crossing_bytes(double input_bytes, const StageCopies& copies, const Stage
 
 double crossing_bytes_max(double input_bytes, const StageCopies& copies, std::int64_t num_workers,
                           const MemoryCosts& costs) {
-  // u <= num_workers, and U <= u (n_{s-1} gcd / r + 1) with n_{s-1} r_{s-1} <= n r + 2 r_{s-1}.
+  // Bounds of the terms of stage_memory.h: u <= num_workers, and U <= u (n_{s-1} gcd(r_{s-1}, r) / r + 1),
+  // where n_{s-1} r_{s-1} <= n r + 2 r_{s-1}.
   const std::int64_t slots = copies.in_flight + 2 * num_workers;
   const std::int64_t upstream =
       copies.in_flight + divide_up(2 * num_workers, copies.num_replicas) + num_workers;

@@ -11,13 +11,13 @@
 //   + frozen weights                model_copies of them, and nothing else
 //   + 2 d output                    slots for received gradients
 //   + max(2 widest + largest, step) the larger of two kinds of temporaries. A backward has the gradients of
-//                                   two layers' outputs, and, if a round has several microbatches, the
-//                                   gradient of a layer's parameters before it is added to those before. A
-//                                   step has step_copies of a layer's parameters. For weights that go as
-//                                   factors it also has the largest gradient, and the factors of all replicas
-//                                   from which that is made. With shards it has the mean of a whole shard if
-//                                   this is updated at once, or of one chunk if a replica may have no
-//                                   minibatch in a short last round
+//                                   two layers' outputs. If a round has several microbatches, it also has the
+//                                   gradient of one layer's parameters, before this is added to the round's
+//                                   sum. A step has step_copies of a layer's parameters. For weights that go
+//                                   as factors it also has the largest gradient, and all replicas' factors of
+//                                   this gradient. With shards it has the mean of a whole shard if the shard
+//                                   is updated at once, or of one chunk if a replica may have no minibatch in
+//                                   a short last round
 //   + another step                  with asynchronous shards, for the gradients of other replicas
 //   + kept activations              n (saved + output) at the first stage
 //   + encoded items                 if a codec encodes items that cross a cut. A receiver has one per slot, a
@@ -29,12 +29,12 @@
 //
 // Every stage except the first also has
 //
-//   u (ceil(n / u) + 1) input         slots: per edge one more than it may have in flight
+//   u (ceil(n / u) + 1) input         slots: per edge one more than the edge may have in flight
 //   + input                           a gradient that is sent, but released late
 //   + U input + n max(saved + output - input, 0)    instead of n (saved + output)
 //
-// Upstream has U = u ceil(n_{s-1} gcd(r_{s-1}, r) / r) microbatches of this replica in flight. The replica
-// keeps the inputs of n of them; of the others it has gradients that wait to be sent.
+// Upstream has U = u ceil(n_{s-1} gcd(r_{s-1}, r) / r) microbatches of this replica in flight. Of n of them
+// the replica keeps the inputs. Of the other U - n it has gradients that wait to be sent.
 //
 // With recompute a replica keeps only the inputs of forwards, and outputs until they are sent. One microbatch
 // at a time has all its activations. So n (saved + output) becomes saved + input + (n + 2) output.

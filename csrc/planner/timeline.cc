@@ -72,7 +72,7 @@ struct Window {
 std::optional<Window> steady_window(const Timeline& timeline, const std::vector<UpdateEnds>& ends,
                                     std::int64_t num_minibatches, std::int64_t minibatches_per_body) {
   std::int64_t skipped = -1;
-  std::int64_t together = minibatches_per_body;  // after so many all stages begin a round
+  std::int64_t together = minibatches_per_body;  // minibatches after which all stages begin a round
   for (std::size_t worker = 0; worker < timeline.size(); ++worker) {
     if (ends[worker].empty()) return std::nullopt;
     skipped = std::max(skipped, num_started_before_update(timeline[worker]) - 1);

@@ -17,7 +17,8 @@ struct TimedStep {
   double end_ms = 0;
 };
 
-// Shares are idle time over all time of the workers; repeated compute counts as work.
+// Figures of the steady phase. bubble_share is the workers' idle time divided by all their time. Recomputing
+// counts as work.
 struct Steady {
   double bubble_share = 0;
   double ms_per_minibatch = 0;  // between the times at which two minibatches were updated at all workers
@@ -37,7 +38,7 @@ struct TimelineSummary {
   // all stages begin a round.
   std::optional<Steady> steady = std::nullopt;
 
-  // In the steady state. Without a steady state it is the mean over all minibatches.
+  // Milliseconds per minibatch in the steady state. If `steady` is empty: the mean over all minibatches.
   [[nodiscard]] double ms_per_minibatch() const {
     return steady ? steady->ms_per_minibatch : makespan_ms / static_cast<double>(num_minibatches);
   }
