@@ -1,7 +1,8 @@
 """The workers of a run agree before they start. All use rank 0's plan, seed and run id, and compare their
 options with rank 0's options.
 
-Workers exchange all this through the rendezvous, before any link is open. On the worker's compute thread.
+They exchange these values through the rendezvous, before any link is open. Runs on the worker's compute
+thread.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class AgreedRun:
     """All stages. The stages of other ranks have the weights of this process's model."""
     ties: list[Tie]
     evaluated: Sequence[StageModule] = ()
-    """All stages of the eval-mode forward, where there is validation."""
+    """All stages of the forward in eval mode. Empty without validation."""
     is_made_by_stages: bool = False
-    """Whether the caller's model has no values. Then each worker makes only the values of its own stages."""
+    """Whether the caller's model is on the meta device. Each worker then makes the initial values of its own
+    stages."""
     segment_index: int = 0
     first_minibatch: int = 0
     """The first minibatch of the segment (segment.py)."""
@@ -72,7 +74,7 @@ class AgreedRun:
         return self.options.plan
 
     def schedule(self) -> _core.ScheduleOptions:
-        """The schedule, with the exchanges of tied parameters and norms."""
+        """Returns the schedule's options, among them the stages that share parameters."""
         return self.options.schedule_options(
             tie_pairs(self.ties),
             first_minibatch=self.first_minibatch,
@@ -145,8 +147,8 @@ class AgreedRun:
 
 
 def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[AgreedRun, RngStream | None]:
-    """Returns the run, and the generators from which its data draw. None: the data draw from the process's
-    generators."""
+    """Returns (the agreed run, the random generators of its data). The generators are None if the run has one
+    worker: its data draw from the process's generators."""
     agreed: dict[str, Any] | None = None
     if place.rank == 0:
         _check_world(options.plan, place.world_size)
@@ -176,7 +178,8 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         evaluated = evaluation_stages(model, stages, options.evaluation_cut, options.validation.forward)
     run = AgreedRun(place, options, base, stages, find_ties(stages), evaluated, on_meta)
     if state is not None:
-        # With asynchronous shards no single replica knows which gradients a version contains.
+        # With asynchronous shards the run continues without older weight versions, because no replica knows
+        # which gradients a version contains.
         oldest = None if options.is_asynchronous else state.begun_at
         run = replace(run, first_minibatch=state.minibatch, oldest_minibatch=oldest)
     elif options.continues is not None:
@@ -231,8 +234,8 @@ def wait_for(
 
 
 def wait_while_linked(rendezvous: Rendezvous, keys: list[str], check_links: Callable[[], None]) -> list[Any]:
-    """Returns the values of the keys, which other ranks publish while the links are open. It waits without a
-    limit. check_links: called during the wait. It raises the failure of a link, if there is one."""
+    """Returns the values of the keys, which other ranks publish while the links are open. Waits without a
+    time limit. check_links is called during the wait, and raises the failure of a link if there is one."""
     with failures_of_others():
         return rendezvous.wait_for(keys, math.inf, lambda missing: f"no {missing[0]}", meanwhile=check_links)
 

@@ -44,8 +44,8 @@ class Checkpointing:
         """The evaluations of earlier segments that this worker has reported."""
         self.writer: CheckpointWriter | None = None
         self.saving = _saving_of(run, checkpoints)
-        """Decides on checkpoints that are not planned. None if the replicas of stage 0 could not agree on a
-        boundary."""
+        """The object that decides on checkpoints that are not planned. None if the replicas of stage 0 could
+        not agree on a boundary for them."""
 
     def prepare(self, num_bytes: Mapping[int, int]) -> None:
         """Allocates the memory for copies. num_bytes: by stage."""
@@ -99,7 +99,7 @@ class Checkpointing:
 
 
 def _meet(run: AgreedRun, check_links: Callable[[], None], stage: int, minibatch: int) -> None:
-    """Waits until all replicas of the stage have called this."""
+    """Waits until all replicas of the stage have called this function."""
     rendezvous = run.place.rendezvous
     replicas = range(run.plan.stages[stage].num_replicas)
     keys = [run.key(f"saved before {minibatch}/{stage}/{replica}") for replica in replicas]
@@ -112,7 +112,8 @@ class _StoredWords:
     (decisions.SaveWords)."""
 
     def __init__(self, run: AgreedRun, num_kept: int) -> None:
-        """num_kept: the most messages that a replica may not have read yet."""
+        """num_kept: how many of the newest messages stay in the rendezvous. A replica may still have to read
+        them; all replicas have read the older ones."""
         self._rendezvous = run.place.rendezvous
         self._num_kept = num_kept
         self._said: deque[str] = deque()

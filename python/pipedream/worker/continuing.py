@@ -109,7 +109,8 @@ def found_checkpoint(
 def _is_due(
     checkpoint: Path, manifest: Manifest, every: int | str | None, group_size: int, epoch: int
 ) -> bool:
-    """Whether an evaluation is planned at the checkpoint's minibatch, of this epoch."""
+    """Whether an evaluation is planned before the checkpoint's minibatch. epoch: the epoch of that
+    minibatch."""
     minibatch = manifest.header.minibatch
     if isinstance(every, int):
         return (minibatch - group_size) // every != minibatch // every
@@ -118,7 +119,7 @@ def _is_due(
 
 
 def _epoch_at(checkpoint: Path, manifest: Manifest, minibatch: int) -> int:
-    """The epoch of a minibatch that is not after the checkpoint's."""
+    """Returns the epoch of the minibatch. It must be the checkpoint's minibatch or an earlier one."""
     if minibatch == manifest.header.minibatch and manifest.header.epoch is not None:
         return manifest.header.epoch
     epochs: list[int] = _read_record_of(checkpoint, manifest.parts[0])["epochs"]
@@ -295,14 +296,15 @@ def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str,
 
 
 def read_averages_of(continued: Continued | None) -> tuple[dict[str, Tensor], int]:
-    """Returns the averages in the checkpoint that the run continues from, as read_averages() does."""
+    """Returns read_averages() of the checkpoint that the run continues from, and ({}, 0) without a
+    checkpoint."""
     if continued is None:
         return {}, 0
     return read_averages(Path(continued.path), read_manifest(Path(continued.path)))
 
 
 def _state_of_last(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
-    """The state of the last stage's first replica."""
+    """Returns the state, without tensors, of the last stage's first replica."""
     last = max(part.stage_index for part in manifest.parts)
     return read_part(checkpoint / f"{part_name(last, 0)}.json")[2]
 

@@ -2,12 +2,12 @@
 sent down the tree to all ranks.
 
 If a stage has replicas, the first one sends its weights. Its floating-point buffers (the running statistics
-of batch norm) are the means over all replicas, because each replica has its own. Local workers write
-weights into files instead, so that none of them has to hold the whole model. So does each worker if the
-user names a folder.
+of batch norm) are the means over all replicas, because each replica has its own. Local workers write weights
+into files instead, so that none of them has to hold the whole model. If the user names a folder (`save`),
+every worker writes its weights into files there, too.
 
-The reports of several segments (segment.py) are joined. Counts and times are added, without the time
-between two segments; for memory the highest figure counts.
+The reports of several segments (segment.py) are joined. Counts and times are added, without the time between
+two segments. Of memory figures the highest is taken.
 
 No worker closes its links before all workers have received everything. On the worker's compute thread.
 """

@@ -43,9 +43,9 @@ class _Sink(Protocol):
 
 
 class HostPickler(pickle.Pickler):
-    """Pickles the contents of tensors from host memory. Tensors of a GPU are copied to host memory first. An
-    unpickled tensor is in host memory. Tensors that share memory still share it, such as a buffer and a view
-    of it."""
+    """Pickles tensors with their contents. A tensor on a GPU is copied to host memory, and is unpickled
+    there. Tensors that share memory, such as a buffer and a view of the buffer, still share memory when they
+    are unpickled."""
 
     def __init__(self, content: _Sink, memory: MemoryFile | None) -> None:
         """memory: the file for tensors and arrays of at least mapped_bytes_min. None: all tensors are in the
@@ -215,8 +215,8 @@ def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
 
 
 def _is_of_its_class(method: types.MethodType) -> bool:
-    """Whether pickle can find the method by its name, because pickle sends only the name. A method cannot be
-    found if it was made for this one object, or replaces the method of the class."""
+    """Whether the class has this method under its name. Pickle sends only the name, so it cannot send a
+    method that was made for one object, or that replaces the method of the class."""
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
     if owner is not method.__self__ and method.__name__ in getattr(method.__self__, "__dict__", {}):
         return False  # the object has something else under this name
@@ -229,8 +229,7 @@ def _bound(function: Callable[..., Any], holder: Any) -> types.MethodType:
 
 
 def _is_of_a_kind_of_its_own(value: Any) -> bool:
-    """Whether the value belongs to a subclass of nn.Parameter, but pickle would send it as a plain
-    nn.Parameter."""
+    """Whether the value is of a subclass of nn.Parameter that pickle would send as a plain nn.Parameter."""
     kind = type(value)
     reduce: Any = kind.__reduce_ex__
     is_special = kind is not nn.Parameter and nn.Parameter in kind.__mro__
@@ -260,8 +259,8 @@ def _parametrize_again(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def room_told(folder: Path) -> Iterator[None]:
-    """Raises PipelineError, which says how much room is left, if a write in the block fails. folder: the
-    folder of the run."""
+    """If a write in the with block fails, raises PipelineError that says how much room is left on the disk.
+    folder: the folder of the run."""
     try:
         yield
     except OSError as error:

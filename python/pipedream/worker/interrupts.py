@@ -1,5 +1,5 @@
-"""Handles Ctrl-C during a run. The first Ctrl-C ends the run like an early stop, the second one ends it at
-once.
+"""Handles Ctrl-C during a run. The first Ctrl-C ends the run early with a result. The second one ends the run
+at once.
 
 Python runs signal handlers on the main thread alone. On another thread, and where the script has a handler
 of its own, nothing changes.
@@ -51,12 +51,12 @@ class Interrupt:
 
 class SharedInterrupt:
     """The interrupts of a rank of torchrun, if the first stage has replicas. The signal reaches each replica
-    separately. Only interrupted ranks read the store:
+    separately. Only interrupted ranks use the store:
 
-        replica r    says that it has heard, and looks for the order at each of its boundaries from then on
-        rank 0       when all have heard, chooses a boundary and writes the order, before it goes on
+        replica r    notes its interrupt in the store, then looks there for the order at each boundary
+        rank 0       when all have noted theirs, chooses a boundary and writes the order, then trains on
 
-    So no replica passes that boundary without having read the order. Rank 0 gives up if another rank of the
+    So every replica reads the order before it passes that boundary. Rank 0 gives up if another rank of the
     stage was not interrupted."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, others: list[int]) -> None:
@@ -75,8 +75,8 @@ class SharedInterrupt:
 
     @property
     def is_stop_asked(self) -> bool:
-        """At rank 0, whether all replicas of stage 0 know of the interrupt. Raises KeyboardInterrupt if that
-        takes too long."""
+        """At rank 0, whether all replicas of stage 0 were interrupted. Raises KeyboardInterrupt if a replica
+        was not interrupted within _HEARD_S."""
         if not self.is_asked:
             return False
         if self._asked_s is None:

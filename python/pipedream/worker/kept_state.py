@@ -1,5 +1,4 @@
-"""Stores one worker's part of a run's state at the end of the run. A later run that continues this run loads
-it.
+"""Stores one worker's part of a run's state at the end of the run, so that a later run can continue.
 
 Local workers write their parts and their weights into the run's folder. If the state cannot be stored, the
 run still ends without an error, and the state says why. On the worker's compute thread.
@@ -92,8 +91,9 @@ def _take_weights(stage: StageModule, snapshot: StageSnapshot) -> None:
 
 
 def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]) -> WorkerState | None:
-    """Stores this worker's part of the state after the run. Returns None if the part is in the folder, or if
-    it cannot be stored; in the second case the report says why."""
+    """Stores this worker's part of the state after the run. A local worker writes the part into the run's
+    folder and returns None. Under torchrun the part is returned. If the part cannot be stored, returns None,
+    and the report says why."""
     run, place = segment.run, segment.run.place
     state: dict[str, Any] = {"missing": ""}
     report["state"] = state

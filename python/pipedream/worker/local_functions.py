@@ -2,8 +2,8 @@
 functions that the script defines under its guard. Such a function is sent as its code. In the worker it reads
 the globals of the worker's own copy of its module.
 
-A function holds the variables of the surrounding function that it reads, its defaults and its attributes.
-These may only be plain values, functions and methods of modules. A tensor, a model or a list is refused,
+A function holds its defaults, its attributes, and the variables that it reads from a surrounding function.
+Only plain values, functions and methods of modules are allowed there. A tensor, a model or a list is refused,
 because each worker would silently get its own copy. Stateless; any thread.
 """
 
@@ -26,9 +26,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
     """Returns the function in the form of pickle's __reduce__: a callable for the worker, and its arguments.
-    None: pickle sends the function's name, either because that is enough, or because this function cannot be
-    sent in any form. Raises ValueError if the function holds a value that it may not; the error names the
-    first."""
+    Returns None if pickle shall send the function's name: the name is enough, or this function cannot be sent
+    in any form. Raises ValueError that names the first value which the function holds but may not hold."""
     module = sys.modules.get(function.__module__ or "")
     if module is None or vars(module) is not function.__globals__:
         return None
@@ -64,8 +63,8 @@ def _found(module: types.ModuleType, qualified_name: str) -> Any:
 
 
 def _as_imported(module_name: str, qualified_name: str) -> Any:
-    """Returns the function as the import of its module makes it. The caller's script has replaced the
-    function in the module; the worker has not done so yet."""
+    """Returns the function that the import of the module defines. The caller's script has put another
+    function under this name. At this time the worker has not done so yet."""
     return _found(importlib.import_module(module_name), qualified_name)
 
 
@@ -121,7 +120,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, types.MethodType):  # a function that patches a module holds the old method
         return isinstance(value.__self__, nn.Module)
-    # A function that is held by another function is checked when the pickler comes to it.
+    # The pickler checks a held function later, when it pickles that function.
     return isinstance(value, (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType))
 
 

@@ -107,7 +107,8 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
             options = replace(options, validation=held_out)
         data = read_data(graph, folder) if reads_data else ()
     options = replace(options, links=replace(options.links, keys=task.keys))
-    # Only now, because unpickling may import modules that draw random numbers.
+    # The generators are set after the task is unpickled, because unpickling may import modules that draw
+    # random numbers.
     rng: RngState = read_part(folder, "rng")
     rng.restore()
     signals_left_to_caller(options.checkpoints)

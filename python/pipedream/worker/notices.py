@@ -2,9 +2,9 @@
 send before they take a machine away. A file named `save` in the folder of the checkpoints is also a notice,
 and anybody may make it.
 
-    process that gets the signal    makes the file       waits for a new checkpoint, grace at most, and ends
-    rank 0                          finds it, decides    at its next boundary
-    all                             copy, write
+    process that gets the signal    makes the file       waits for a checkpoint, at most `grace`, and ends
+    rank 0                          finds the file       at its next boundary, and chooses where to save
+    all ranks                       copy their state, and write it
 
 After SIGUSR1 the run goes on. If the script has a handler for SIGTERM, the handler is called once the
 checkpoint is there. If the script ignores SIGTERM, the run goes on. Python runs signal handlers on the main

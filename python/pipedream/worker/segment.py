@@ -2,11 +2,10 @@
 
     open     channels and pool as planned, links to the other workers
     train    until the data are over, or a minibatch is larger than planned
-    follow   rank 0 tells all ranks which of the two it was, before they finish
-    close    frees everything that does not live on
+    follow   rank 0 tells all ranks whether another segment follows, before they finish
+    close    frees the segment's memory
 
-    F0 F1 B0 U0 F2 B1 U1 | B2 U2 |                 | F3 F4 B3 U3 ...
-                           3 is larger, rehearsed    planned for it
+    F0 F1 B0 U0 F2 B1 U1 B2 U2 | minibatch 3 is larger: rehearse it, plan memory | F3 F4 B3 U3 ...
 
 The pipeline drains between two segments. The next segment begins with only the newest version, like a run.
 These objects stay: the modules with their weights and buffers, the optimizers with their state, the loss

@@ -66,7 +66,8 @@ class Rehearsed:
     footprints: dict[int, Footprint] = field(default_factory=dict)
     """The memory that each stage needs, by stage."""
     input_boundary: Boundary | None = None
-    """The boundary of a whole minibatch's inputs. None if nothing is planned by the sizes of inputs."""
+    """The boundary of a whole minibatch's inputs. Memory is planned again for larger inputs. None if no plan
+    depends on the sizes of inputs."""
     kinds: tuple[Shapes, ...] = ()
     """At workers that read data, the shapes of minibatches that were rehearsed. There is one kind, unless the
     plan has shapes_apart."""
@@ -359,12 +360,11 @@ class OwnPart:
     """The part of the model that a worker has in memory on its device: its own stages. A spare has the
     stage of its shard.
 
-        place()              gives initial values to tensors on meta, one by one; moves all to the device
-        leave_out_others()   replaces parameters of other stages by stand-ins of NaN; only code outside of
-                             module calls can reach them, and the loss shows if it does, so that nothing is
-                             trained with a value that is never updated
-        take_back_others()   puts the user's parameters back; those that were on meta still are
-        give_back()          moves the model back to where the user has it
+        place()              gives initial values to tensors on the meta device; moves all to the device
+        leave_out_others()   replaces parameters of other stages by NaN, which are never updated here; if code
+                             outside of module calls uses them, the loss shows it
+        take_back_others()   puts the user's parameters back
+        give_back()          moves the model back to the device where the user has it
     """
 
     def __init__(self, run: AgreedRun, device: torch.device) -> None:

@@ -480,7 +480,8 @@ class StagePool:
         )
 
     def _push_slots(self, stage: int) -> list[Tensor]:
-        """Zeroed memory for the pushes of each round that may be here at once."""
+        """Returns zeroed slots for pushed gradients, one slot for each round whose gradients may be here at
+        once."""
         num_rounds = self._num_rounds_kept(stage)
         if self._push_slot_bytes(stage) == 0:  # the other owners own nothing
             return [torch.empty(0)] * num_rounds

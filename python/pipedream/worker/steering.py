@@ -1,8 +1,8 @@
 """Steering carries questions from the first stage to the callbacks of a run, and answers back.
 
     rank 0         asks: a line in a file of the run's folder          caller   looks, calls the callbacks
-    stage 0        waits, where its schedule says, for the answer  <-- caller   writes it
-    every stage    reads it where the learning rate changes
+    stage 0        waits, where its schedule says, for the answer  <-- caller   writes the answer
+    every stage    reads the answer where the learning rate changes
 
 Questions and answers are rare, and minibatches wait for them only at stage 0. An answer is stored under the
 boundary at which it is due. Under torchrun rank 0 calls the callbacks, and the rendezvous carries the
@@ -260,7 +260,8 @@ def _read_answer(path: Path) -> dict[str, Any]:
 
 
 def answers_of(decisions: Sequence[tuple[int, Decision]]) -> list[tuple[int, int, float]]:
-    """The answers in the form of Continued.answers. decisions: by minibatch."""
+    """Returns the answers in the form of Continued.answers. decisions: (minibatch where it takes effect,
+    decision)."""
     answers = [(due, _answer_of(decision)) for due, decision in decisions]
     return [(due, answer["events"], answer["rate_factor"]) for due, answer in answers if answer["events"]]
 

@@ -1,8 +1,8 @@
 """The caller gives local workers their task in two ways: files in a folder that only this user can read, and
 a message through a pipe.
 
-    task.pickle   optimizer, model, loss_fn, ..., data: one graph of objects, so that a loss that holds a
-                  buffer of the model holds it in each worker, too
+    task.pickle   optimizer, model, loss_fn, ..., data: one graph of objects. If, for example, the
+                  loss holds a buffer of the model, it does so in each worker, too
     task.memory   the memory of its large tensors and arrays, which workers map (host_pickler.py)
 
 The caller writes the files. Every worker reads them into its own objects. Any thread.

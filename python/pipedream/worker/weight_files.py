@@ -3,7 +3,7 @@ worker that has a stage writes the stage's file.
 
     model-00001-of-00002.safetensors      stage 0, of replica 0
     model-00002-of-00002.safetensors      stage 1
-    model.safetensors.index.json          by name, as Hugging Face's checkpoints have it
+    model.safetensors.index.json          the file of each tensor, as in Hugging Face's checkpoints
 
 Replicas differ only in their buffers. Each further replica of a stage writes its own buffers. The stage's
 buffers are the means over all replicas, and get a separate file in the user's folder. A file is called *.part
@@ -277,8 +277,9 @@ def drop_weights(plan: Plan, folder: Path) -> None:
 
 
 def move_weights(plan: Plan, folder: Path) -> Path | None:
-    """Moves the written weights into another folder if some stages have no weights. Returns the folder; None
-    if there are no weights."""
+    """Moves the files of weights that are written but not finished into a new folder. Called if the weights
+    of some stages are missing, or if the files could not be renamed. Returns the folder; None if there are no
+    such files."""
     written = [path for path in _unfinished(plan, folder) if path.exists()]
     if not written:
         return None

@@ -4,10 +4,10 @@
     read       the first minibatch, at workers that read data                 set_up.py
     share      all take rank 0's initial weights                              set_up.py
     rehearse   each worker runs its stages once, to measure them              set_up.py
-    open       pool sealed, channels open to neighbours, in line and tree     segment.py, stage_pool.py
+    open       pool sealed, channels to other workers open                    segment.py, stage_pool.py
     train      next work item -> forward, backward or update -> completion    stage/stage_loop.py
     again      if a minibatch is larger than planned: rehearse, open, train
-    gather     final weights and results to rank 0, then a common farewell    gathering.py
+    gather     weights and results go to rank 0, the result to all ranks      gathering.py
 
 Runs on the main thread of its process, which is the core's compute thread.
 """
@@ -140,7 +140,8 @@ class _Worker:
         torch.set_num_threads(options.num_threads)
         _core.keep_freed_memory()
         rendezvous = self._place.rendezvous
-        # This comes before join(), because it holds the GIL, which the thread that sends signs of life needs.
+        # The device is chosen before join(): making a CUDA context holds the GIL, so no sign of life could be
+        # sent meanwhile.
         is_spare = options.plan.spare_stage_of(self._place.rank) is not None
         device = torch.device("cpu") if is_spare else choose_device(self._place.local_rank)
         rendezvous.join(options.links.peer_timeout_s)
