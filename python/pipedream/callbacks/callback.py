@@ -69,8 +69,8 @@ class StartReport:
 
 @dataclass(frozen=True)
 class MinibatchReport:
-    """Consecutive minibatches, whose losses are known. Under a schedule that drains, all stages have made
-    their updates."""
+    """A report of consecutive minibatches, whose losses are known. Under a schedule that drains, all stages
+    have made the updates of these minibatches."""
 
     first: int
     """The first of the minibatches, counted through all epochs."""

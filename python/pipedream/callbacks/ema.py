@@ -12,8 +12,9 @@ class EMA(Callback):
 
     Each update adds its weights: average = decay * average + (1 - decay) * weights. The weights after the
     first update are the first average, as in torch.optim.swa_utils.AveragedModel. With schedule="flush" and
-    one microbatch both have the same bits. Validation(ema=True) evaluates the averages, RunResult.ema has
-    them at the end, and checkpoints keep them. Raises ValueError for a decay that is not between 0 and 1.
+    one microbatch the averages have the same bits as torch's. Validation(ema=True) evaluates the averages,
+    RunResult.ema has them at the end, and checkpoints keep them. Raises ValueError for a decay that is not
+    between 0 and 1.
     """
 
     decides = False

@@ -1,4 +1,4 @@
-"""Callbacks that watch a metric: the run ends, or its rate falls, when the metric gets no better."""
+"""Callbacks that end the run, or lower its learning rates, when a metric gets no better."""
 
 from __future__ import annotations
 

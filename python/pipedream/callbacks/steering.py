@@ -72,7 +72,7 @@ class Question:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Question:
-        """Reads its JSON form, with tuples where JSON has lists."""
+        """Makes a question from its JSON form, in which tuples have become lists."""
         return cls(**fields | {"epochs": [(epoch, end) for epoch, end in fields["epochs"]]})
 
 

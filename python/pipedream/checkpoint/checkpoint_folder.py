@@ -114,7 +114,7 @@ def is_pinned(checkpoint: Path) -> bool:
 
 
 def remove_old(path: Path, keep: int) -> None:
-    """Removes all checkpoints older than the newest `keep` complete ones. Pinned ones stay."""
+    """Removes all checkpoints older than the newest `keep` complete checkpoints. Pinned checkpoints stay."""
     complete = [checkpoint for checkpoint in checkpoints_in(path) if is_complete(checkpoint)]
     if len(complete) <= keep:
         return

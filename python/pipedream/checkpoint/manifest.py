@@ -168,8 +168,8 @@ def write_whole(
     lasts: bool = True,
 ) -> PartFile:
     """Calls `write` with an open temporary file, and renames the file when it is complete. After a failure no
-    file is left. lasts: waits, before the renaming, until the bytes are on the disk, so that they survive a
-    crash of the machine."""
+    file is left. lasts: whether to wait until the bytes are on the disk before the renaming, so that they
+    survive a crash of the machine."""
     # The random part makes the temporary names differ if two workers write the same manifest.
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_UNFINISHED}")
     try:
@@ -266,7 +266,7 @@ def read_part(path: Path) -> tuple[Header, Part, dict[str, Any]]:
 
 def problems_of(folder: Path, manifest: Manifest, *, checksums: bool = True) -> list[str]:
     """Returns a line for each file that is missing, or that has changed in size or content since it was
-    written. checksums: without them only sizes are compared."""
+    written. checksums: False compares only the sizes."""
     found = []
     for file in manifest.files:
         path = folder / file.name

@@ -33,8 +33,8 @@ class StageSnapshot:
     """version -> {parameter name in the original model: values}, for parameters that only this stage trains.
     Contains the newest version, and older versions that the first microbatches after the boundary read."""
     tied: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
-    """owner stage -> versions as above, for parameters that several stages use. A version is the number of
-    the owner's updates."""
+    """owner stage -> {version: {parameter name: values}}, for parameters that several stages use. A version
+    is the number of the owner's updates."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """name -> the stage's buffer, with the values that the forward of minibatch `minibatch` finds."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)

@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 NAMES = "names"
-"""The key of a part's JSON under which names_of_stage()'s result is."""
+"""The key of the result of names_of_stage() in a part's JSON."""
 RECORD = "record"
 """The kind of the file with reports of earlier minibatches, such as their losses."""
 

@@ -93,7 +93,7 @@ def check_fits(
     checkpoint: Path, parameters: Mapping[str, Tensor], roots: Sequence[tuple[str, nn.Module]]
 ) -> None:
     """Raises ValueError that names the first parameter with another dtype or shape in the checkpoint, or that
-    only one of the two has. roots: from layers.roots_of()."""
+    only the model or only the checkpoint has. roots: from layers.roots_of()."""
     own = {
         prefix + name: parameter
         for prefix, root in roots

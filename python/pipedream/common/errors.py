@@ -27,11 +27,11 @@ __all__ = [
 
 
 class FileFormatError(ValueError):
-    """A profile or plan with a wrong format. Names the file and the field."""
+    """A file of pipedream, such as a plan, has a wrong format. The error names the file and the field."""
 
 
 class PipelineError(RuntimeError):
-    """A run that could not continue. The base of all errors while a pipeline runs."""
+    """A run could not continue. The base class of all errors while a pipeline runs."""
 
     losses: Sequence[float] = ()
     """Losses of the finished minibatches, in order. Under torchrun only the rank of the last stage has them,
@@ -48,7 +48,7 @@ class WorkerLost(PipelineError):  # noqa: N818 (the words of the design)
 
 
 class PeerLost(PipelineError):  # noqa: N818 (the words of the design)
-    """A neighbouring stage could not be reached in time. Names the stage and the last minibatch."""
+    """Another worker was lost, or could not be reached in time."""
 
 
 class DataMismatch(PipelineError):  # noqa: N818 (the words of the design)

@@ -54,7 +54,8 @@ def wants_whole_tracebacks() -> bool:
 
 def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Decorates a function for users. The tracebacks of its errors have the user's frames and one frame of
-    pipedream. An interrupt shows one line. The error for an unknown argument names the nearest one.
+    pipedream. An interrupt shows one line. The error for an unknown argument names the argument with the most
+    similar name.
     """
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -77,8 +78,8 @@ def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[
 
 
 def _say_in_one_line(interrupt: KeyboardInterrupt, function_name: str) -> None:
-    """Makes an interrupt that is not caught show one line. If the user has installed an excepthook, that hook
-    stays.
+    """Makes Python print one line if nobody catches the interrupt. If the user has installed an excepthook,
+    that hook stays.
     """
     if wants_whole_tracebacks() or sys.excepthook is not sys.__excepthook__:
         return
@@ -134,8 +135,8 @@ def place_of_user_code(error: BaseException) -> str | None:
 
 
 def _cut(trace: TracebackType | None) -> TracebackType | None:
-    """Returns the traceback without pipedream's frames, from the first user frame that pipedream called on. A
-    traceback without any frame of pipedream is returned whole.
+    """Returns the traceback without pipedream's frames. It begins with the first frame of the user's code
+    that pipedream called. A traceback without any frame of pipedream is returned whole.
     """
     frames = _frames(trace)
     if not any(map(_is_ours, frames)):
@@ -149,8 +150,8 @@ def _cut(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
-    """Returns the frames from the first user code on that pipedream called; empty if pipedream called
-    none.
+    """Returns the frames from the first frame of user code that pipedream called to the last. Empty if
+    pipedream called no user code.
     """
     frames = _frames(trace)
     ours = next((index for index, frame in enumerate(frames) if _is_ours(frame)), len(frames))

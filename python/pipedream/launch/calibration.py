@@ -1,13 +1,13 @@
 """calibrate() measures, with short runs of the user's model, the costs that a run adds to the profile of the
 model's layers.
 
-    run                            what it measures
-    one worker                     the runtime's own work, and an update in place
-    a stage per worker, m = 1      workers that share the machine's cores, and copies of weight versions
-    the same, one worker at a time how much faster a worker is alone, and the latency of an item
-    the same, with pauses          what a worker loses when it waits long, as for a slow link
-    the same, flush, m = 2 and 4   the time of one microbatch of a minibatch
-    two replicas                   an update that replicas share
+    runs                                         measure
+    one worker                                   the runtime's own work, and an update in place
+    one stage per worker, 1 microbatch           workers that share the cores, and copies of weight versions
+    one stage per worker, one works at a time    how much faster a worker is alone; the latency of an item
+    like the row above, but with pauses          how much slower a worker is after a long wait
+    one stage per worker, 2 and 4 microbatches   the time of one microbatch of a minibatch (schedule flush)
+    two replicas                                 an update that replicas share
 
 measured_costs.py computes the costs from these runs. calibrate() runs in the caller's process and starts
 workers; the model and the random generators stay as they were.
@@ -185,14 +185,15 @@ def _typical_of(runs: Runs) -> Runs:
 
 
 def _typical(results: Sequence[RunResult]) -> list[RunResult]:
-    """Returns the middle half of the runs by their speed. Equal runs may differ by a tenth, because their
-    memory lies elsewhere or the machine was busy."""
+    """Sorts the runs by speed and returns the middle half. The times of equal runs may differ by a tenth,
+    because their memory lies elsewhere or the machine was busy."""
     left_out = len(results) // 4
     return sorted(results, key=lambda result: result.measured_ms)[left_out : len(results) - left_out]
 
 
 class _AfterPause:
-    """A loss that sleeps first, so that its gradients come late, as over a slow link."""
+    """A loss function that sleeps before it computes, so that its gradients come late, as over a slow
+    link."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
         self._loss_fn = loss_fn

@@ -229,7 +229,7 @@ def _check_hooks(model: Model) -> None:
 
 
 def _threads_per_worker(plan: Plan) -> int:
-    """Returns the torch threads of each worker: the workers of this machine share its cores."""
+    """Returns the number of torch threads per worker. The workers of this machine share its cores."""
     if under_torchrun():
         return torch.get_num_threads()  # torchrun or the user has set it
     return max(1, min(torch.get_num_threads(), usable_cpus() // plan.workers_used))

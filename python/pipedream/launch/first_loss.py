@@ -1,14 +1,14 @@
 """Compares the workers' loss of minibatch 0 with the caller's own. A difference shows that the workers train
 another model than the caller's.
 
-    caller    starts the workers, computes the loss    looks every 50 ms: is theirs there, and the same?
-    workers   import, rehearse, train minibatch 0 --board--^
+    workers   import, rehearse, train minibatch 0, write the loss to the status board
+    caller    starts the workers, computes the loss, looks every 50 ms for the workers' loss, compares
 
 Both use the initial weights. Nothing is compared if the losses may differ for a good reason: random numbers
 are drawn, the workers read another minibatch, a codec changes activations, the workers use another kind of
 device than the model's, or the model is on the meta device.
 
-If the model was cut by a forward, that forward has given the loss. Otherwise the caller runs one forward in
+If a forward was run to cut the model, it has given the loss. Otherwise the caller runs one forward in
 microbatches, without storing activations. With PIPEDREAM_CHECK=1 the caller computes gradients too, and
 compares their norms stage by stage. On the caller's thread.
 """
@@ -50,8 +50,8 @@ from pipedream.worker.devices import choose_device_type
 
 __all__ = ["FirstLoss"]
 
-# The difference may be tolerance * max(value, least). Workers have other numbers of threads, and so add
-# numbers in another order.
+# Two losses may differ by _TOLERANCE * max(both losses, _LEAST). Workers have other numbers of threads than
+# the caller, and so add numbers in another order.
 _TOLERANCE, _LEAST = 1e-3, 1e-2
 _COARSE_TOLERANCE, _COARSE_LEAST = 5e-2, 1.0  # if something may be rounded to 16 bits
 Outcome = Literal["unknown", "incomparable", "equal", "different"]
@@ -154,7 +154,7 @@ class FirstLoss:
         plan, codec = self._options.plan, self._options.links.codec
         return (
             compares_losses()
-            # A run that continues reads older weight versions too.
+            # A run that continues also reads older weight versions, which the caller does not have.
             and self._options.state is None
             and self._options.continues is None
             and all(codec_between(codec, s, s + 1) == NO_CODEC for s in range(plan.num_stages - 1))

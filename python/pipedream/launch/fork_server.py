@@ -118,7 +118,7 @@ class Process(process.BaseProcess):
 
 
 class _InheritedFile:
-    """Stands for an open file among the pickled arguments, such as a connection. Has the file's position
+    """Stands for an open file, such as a connection, in the pickled arguments. It has the index of that file
     among the files that are sent."""
 
     def __init__(self, index: int) -> None:
@@ -155,8 +155,8 @@ class _Popen(popen_fork.Popen):
             reduction.dump(process_obj, task)
         finally:
             set_spawning_popen(None)
-        # There are two pipes, because a pipe closes when the process at one end of it ends. So this process
-        # can wait for the worker's end (the sentinel), and the worker for this process's end.
+        # Each process holds one end of each of two pipes. When a process ends, its ends are closed, and the
+        # other process can wait for that: this process by the sentinel, the worker by the pipe of the task.
         end_read, end_write = os.pipe()
         task_read, task_write = os.pipe()
         self.finalizer = util.Finalize(self, _close_files, (end_read, task_write))

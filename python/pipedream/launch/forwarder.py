@@ -62,11 +62,12 @@ def forwarding(
     rendezvous: Rendezvous,
     iterating: threading.Lock,
 ) -> Iterator[Callable[[], RngState | None]]:
-    """In the with block, a thread forwards the data; with forwarded=None none does.
+    """In the with block, a thread forwards the data. With forwarded=None there is no such thread.
 
-    Gives a function that returns the generators' state after the last minibatch, from which another run
-    continues. iterating: held while the user's data are iterated, as they draw from the generators of this
-    process. Each run has its own lock, because data that never yield again would hold the lock for ever."""
+    Yields a function that returns the generators' state after the last minibatch; another run continues from
+    that state. iterating: a lock that is held while the user's data are iterated, because the data draw from
+    the generators of this process. Each run has its own lock, because data that never yield again would hold
+    the lock for ever."""
     if forwarded is None:
         yield lambda: None
         return
@@ -87,10 +88,10 @@ def forwarding(
 def forwarding_validation(
     options: JobOptions | None, folder: Path, iterating: threading.Lock
 ) -> Iterator[Callable[[], None] | None]:
-    """In the with block, a thread forwards validation data; with options=None none does.
+    """In the with block, a thread forwards validation data. With options=None there is no such thread.
 
-    Gives a function that raises an error of the data, to be called now and then. Gives None if nothing is
-    forwarded. iterating: see forwarding().
+    Yields a function that raises an error of the data if there is one; call it now and then. Yields None if
+    nothing is forwarded. iterating: see forwarding().
     """
     if options is None:
         yield None
@@ -237,7 +238,7 @@ class _Forwarder(threading.Thread):
             self._close()
 
     def _forward_all(self) -> None:
-        """Forwards segment after segment. Leaves the last one's links open."""
+        """Forwards segment after segment. Leaves the links of the last segment open."""
         core = self._open()
         self._rng.restore()
         for group in self._groups():

@@ -4,8 +4,8 @@ the caller's model.
     task_files.py         the workers' input: files in a folder that only this user can read, and a pipe
     fork_server.py        makes the processes
     worker_processes.py   watches and ends them
-    local_worker.py       is what each of them runs
-    forwarder.py          iterates data here that cannot be sent to workers
+    local_worker.py       is the program of each process
+    forwarder.py          iterates data that cannot be sent to workers, in this process
     failure.py            finds out why a run failed
 
     pipedream-xxxxxxxx/  the run's folder: mode 0700, in the temporary folder
@@ -131,8 +131,8 @@ def run_locally(
             first.parts = forwarded.first
         expected = FirstLoss(model, stages, options, first, lambda: _read_first(data, options))
         if forwarded is not None or forwards_validation:
-            # This comes before the forwarder starts, because it restores the generators, from which the
-            # forwarder's thread draws.
+            # The loss is computed before the forwarder starts. Afterwards the random generators are restored,
+            # and the forwarder's thread draws from them.
             expected.compute()
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
@@ -170,8 +170,7 @@ def run_locally(
 
 
 def _adopted_state(folder: Path) -> RunState:
-    """Moves the state that the workers have stored into a separate folder. The folder is removed with the
-    state."""
+    """Moves the workers' stored state into a separate folder, which is removed with the state."""
     with contextlib.ExitStack() as around:
         kept = around.enter_context(run_folder())
         (folder / STATE_FOLDER).rename(kept / STATE_FOLDER)
@@ -188,8 +187,8 @@ def _interrupts_told(options: JobOptions, board: StatusBoard) -> contextlib.Abst
 def _trained_weights_told(
     stages: list[StageModule], options: JobOptions, folder: Path, expected: FirstLoss
 ) -> Iterator[None]:
-    """If the run inside fails, loads the newest weights of its workers into the model, and adds that to the
-    error. Loads nothing if the workers' first loss has shown that they trained another model."""
+    """If the run in the with block fails, loads the newest weights of its workers into the model, and says so
+    in the error. Loads nothing if the workers' first loss has shown that they trained another model."""
     try:
         yield
     except Exception as error:

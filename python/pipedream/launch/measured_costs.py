@@ -74,14 +74,15 @@ class Runs(NamedTuple):
     straight: list[RunResult]
     """One stage per worker."""
     in_turn: list[RunResult]
-    """As straight, but only one worker works at a time (model_parallel)."""
+    """One stage per worker, and only one worker works at a time (schedule model_parallel)."""
     cut: dict[int, list[RunResult]]
-    """As straight, but with the schedule flush, by the number of microbatches. Empty if minibatches have too
-    few samples to be cut."""
+    """One stage per worker, with the schedule flush, by the number of microbatches. Empty if minibatches have
+    too few samples to be cut."""
     shared: list[RunResult]
     """Two replicas of the whole model."""
     rested: Sequence[RunResult] = ()
-    """As in_turn, but the last worker pauses in each minibatch, so that the others wait long."""
+    """Like the runs of in_turn, but the last worker pauses in each minibatch, so that other workers wait
+    long."""
 
 
 def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> RuntimeCosts:
@@ -127,7 +128,7 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
 
 def _slow_wakings(runs: Runs) -> list[Waking]:
     """Finds the cost of long waits. Compares the compute time of the first stage's items in runs with pauses
-    and without. Their own_ms is not compared: the receiver sleeps in these runs, but would not with slow
+    and without. Item.own_ms is not compared: the receiver sleeps in these runs, but would not sleep with slow
     links."""
     if not runs.rested:
         return []
@@ -244,7 +245,8 @@ def _pieces(cut: Mapping[int, _Means], wholes: Sequence[Key], name: str) -> dict
 
 
 def _share(kind: str, straight: _Means, cut: Mapping[int, _Means], last: int) -> ItemCost:
-    """Returns which share of a minibatch's compute time a microbatch takes, over all stages."""
+    """Returns the compute time of a microbatch as a share of its minibatch's compute time, over all
+    stages."""
     wholes = [Key(stage, kind, True) for stage in range(last + 1)]
     whole_ms = sum(straight[key].compute_ms for key in wholes)
     pieces = _pieces(cut, wholes, "compute_ms")
@@ -284,8 +286,8 @@ def _updates_in_place(
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fits a line to (size, milliseconds) points by least squares. Returns (ms at size 0, ms per size),
-    neither below 0."""
+    """Fits a line to (size, milliseconds) points by least squares. If that line would be negative at size 0,
+    takes the line through 0 and the points' mean. Returns (ms at size 0, ms per unit of size)."""
     mean_size, mean_ms = (statistics.fmean(column) for column in zip(*points, strict=True))
     spread = sum((size - mean_size) ** 2 for size, _ in points)
     slope = 0.0
@@ -365,7 +367,7 @@ class Standard:
 
 
 def kept(spans: Sequence[WorkSpan]) -> Iterator[tuple[WorkSpan, int]]:
-    """Yields the spans after the warm-up, each with the time at which the worker asked for the next one."""
+    """Yields (span, nanosecond at which the worker asked for its next work item), without the warm-up."""
     for span, following in itertools.pairwise(spans[int(len(spans) * _DISCARDED_SHARE) :]):
         yield span, following.asked_ns
 

@@ -51,8 +51,8 @@ _SHOWN_MAX = 60
 
 @dataclass(frozen=True)
 class CommandOption:
-    """The option of `pipedream run` for an argument. Without the option the target's value is used; if the
-    target has no value, run()'s default."""
+    """The option of `pipedream run` for an argument. If the option is missing, the argument has the target's
+    value. If the target has none, the argument has run()'s default."""
 
     help: str
     kind: type = str

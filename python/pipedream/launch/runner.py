@@ -132,9 +132,10 @@ def run(
     loss_fn: (outputs, targets) -> scalar tensor, or with dicts (outputs, batch). The last stage calls it.
         None uses the output's `loss`, or the output itself if it is a scalar. The loss function must have no
         trainable parameters. For a penalty on weights use the optimizer's weight_decay.
-    optimizer: called once per stage with its parameters, for example functools.partial(torch.optim.SGD,
-        lr=0.1). If its first argument is called `named_parameters`, it gets (name, parameter) pairs. Any
-        optimizer of torch except LBFGS. A plain script tries a copy of it before any process starts.
+    optimizer: called once per stage with the stage's parameters, for example
+        functools.partial(torch.optim.SGD, lr=0.1). If its first argument is called `named_parameters`, it
+        gets (name, parameter) pairs. It may be any optimizer of torch except LBFGS. A plain script tries a
+        copy of it before any process starts.
     schedule: "pipedream" (1F1B with weight stashing), "vertical_sync", "2bw", "flush" (PipeDream-Flush),
         "gpipe", "interleaved", "model_parallel", or "unstashed" (alias "naive"); docs/schedules.md helps
         choose. "auto" uses the schedule and the microbatches for which the plan was made, for example by
@@ -155,7 +156,8 @@ def run(
         refused with a list of the memory terms, also when memory is planned again for a larger minibatch.
     autocast: "bfloat16", or "float16" with loss scaling; parameters stay float32.
     max_grad_norm: scales gradients down to this 2-norm. It is the norm over all stages if the schedule drains
-        every minibatch ("flush", "gpipe", "interleaved", "model_parallel"), else each stage's own.
+        every minibatch ("flush", "gpipe", "interleaved", "model_parallel"), otherwise over each stage by
+        itself.
     transport: "auto" uses CUDA IPC between GPUs of one host, shared memory between its other workers, else
         ZeroMQ over tcp. "tcp" (or "zmq") always uses ZeroMQ. "shm" and "ipc" refuse workers that cannot use
         shared memory or CUDA IPC.
@@ -164,7 +166,7 @@ def run(
         "pushes" compresses the gradients that replicas push to the owners of shards. There "factors" or
         "factors:bf16" is possible too: it sends gradients of fully connected layers as factors if these are
         smaller (docs/parameter-server.md). Weights always travel exactly. docs/transport.md explains each
-        codec. None is the codec for which the plan was made (Plan.codec), most often none; {} is none.
+        codec. None uses the codec for which the plan was made (Plan.codec); {} uses no codec.
     keys: a file that `pipedream keys` made, or keys.CurveKeys. Encrypts and authenticates every link.
     bind: the address or interface of this machine on which workers listen. None is loopback; under torchrun
         on several machines it is this machine's address on the route to MASTER_ADDR. An address other than
@@ -197,16 +199,16 @@ def run(
     validation: a Validation with held-out data. They are evaluated after each epoch or every n minibatches,
         at the weights that all stages have then. RunResult.validation has the figures.
     seed: the seed of all random numbers. None continues from the caller's generators.
-    on_nonfinite: "stop" raises NonFiniteLoss, which names the minibatch, before that has changed a weight.
-        "continue" trains on.
-    gather: where the trained weights go: "rank0", "all", or "none" (each worker keeps its own stage's). A
-        model that came on the meta device stays there.
+    on_nonfinite: "stop" raises NonFiniteLoss before the minibatch changes a weight; the error names the
+        minibatch. "continue" trains on.
+    gather: where the trained weights go: "rank0", "all", or "none" (each worker keeps its own stage's
+        weights). A model that came on the meta device stays there.
     weights: the initial weights of a model on the meta device; each worker makes only those of its stages. A
         function of a module, a safetensors file, or a folder of such files. None calls each module's own
         reset_parameters() and _init_weights. See docs/models.md.
     save: a folder. Each stage's worker writes its trained weights there as a safetensors file, with an index
-        as in Hugging Face's checkpoints. The files get their names when all are written. On several machines,
-        a folder that all of them share.
+        as in Hugging Face's checkpoints. The files get their final names when all are written. Several
+        machines must share the folder.
     progress: shows epoch, loss and samples/s on stderr: on a terminal in one line that changes, elsewhere in
         a new line every few seconds.
     trace: a file (.json or .json.gz) for a trace that ui.perfetto.dev opens.

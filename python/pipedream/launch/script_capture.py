@@ -7,10 +7,10 @@ and would not have these values.
     worker   imports the modules, and sets the values that differ (script_state.py)
 
 For example, `SCALE = args.scale` under `if __name__ == "__main__"` counts in workers, as it does under
-torchrun. So do functions that the script has put into a class or into a library's module, and global hooks of
-nn.Module. If a value cannot be sent, workers have the value from the import, and `unsent` names it.
+torchrun. Functions that the script has put into a class or into a library's module count, too, as do global
+hooks of nn.Module. If a value cannot be sent, workers have the value from the import, and `unsent` names it.
 
-The user's modules are all that are not a library's. A module is a library's if it lies in Python's folders or
+A module is the user's unless it is a library's. A module is a library's if it lies in Python's folders or
 site-packages, or is installed elsewhere with a record (a PEX, `pip install --target`). An editable
 installation is a library too, unless the script or the working directory lies in its project. On the caller's
 thread.
@@ -256,7 +256,8 @@ class _Walk:
         if not (is_class and _is_at_home(value, module_name, name)):
             is_function = isinstance(value, types.FunctionType)
             at_home = is_function and _is_at_home(value, module_name, name)
-            # The script itself may define a function a second time, under the guard.
+            # A function of the script is noted in any case: the script may define it a second time, under the
+            # guard.
             if not at_home or module_name == "__main__":
                 self._names.setdefault(module_name, {})[name] = value
         self._pending.append(value)
@@ -290,8 +291,8 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _names_read(code: types.CodeType) -> dict[str, frozenset[str]]:
-    """Returns the global names that the code reads. Each has all attribute names that the code reads of any
-    object."""
+    """Returns the global names that the code reads. Each name has the same value: the names of all attributes
+    that the code reads, of any object."""
     names: set[str] = set()
     attributes: set[str] = set()
     pending = [code]

@@ -1,9 +1,9 @@
 """Loads TARGET of the command line: "path/to/file.py:function" or "package.module:function".
 
-The function takes no arguments. It returns a mapping or an object with `model` and `data`, with `loss_fn`
-unless the model's output has the loss, and for a run with `optimizer`. It may return any other argument of
-pipedream.run. If the command line gives only the replicas of each stage, such as "2-1", share_out() gives
-each stage its layers. On the main thread of the command.
+The function takes no arguments. It returns a mapping or an object that has `model` and `data`. The result
+also needs `loss_fn` unless the model's output has the loss, and `optimizer` for a run. The result may have
+any other argument of pipedream.run. If the command line gives only the replicas of each stage, such as "2-1",
+share_out() gives each stage its layers. On the main thread of the command.
 """
 
 from __future__ import annotations

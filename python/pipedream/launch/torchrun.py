@@ -42,7 +42,7 @@ def _tell_the_others(prefix: str, error: Exception) -> None:
 
 
 def rendezvous_prefix() -> str:
-    """Returns the prefix of this call's keys in torchrun's store. Each call of a script has another
+    """Returns the prefix of this call's keys in torchrun's store. No two calls of a script have the same
     prefix."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
     script = f"pipedream/{job}/{_incarnation()}"
@@ -89,7 +89,7 @@ def shared_by_rank_0(key: str, make: Callable[[], Any]) -> Any:
         return made
 
 
-# The calls that this process has made so far, by torchrun's run id and restart count.
+# The number of calls that this process has made, by torchrun's run id and restart count.
 _num_calls: Counter[str] = Counter()
 
 

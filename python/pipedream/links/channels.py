@@ -51,21 +51,22 @@ __all__ = [
     "tree_name",
 ]
 
-# Sent if no tensor of a boundary needs a gradient, because its arrival says that the backward is done.
+# This tensor is sent upstream if no tensor of a boundary needs a gradient: its arrival says that the backward
+# is done.
 _NO_GRADIENT = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
-# Sent by a replica that holds no piece of a tied version.
+# A replica that holds no piece of a tied version sends this tensor.
 _NO_PIECE = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
 INPUTS = "inputs from the caller"
 TARGETS = "targets from the caller"
-# The number of newest items whose times each end of a channel stores for the trace, in 1 MiB at most. They
-# cover about as many minibatches as the work items whose times a worker stores.
+# Each end of a channel stores the times of this many newest items for the trace, in 1 MiB at most. A worker
+# stores the times of work items for about as many minibatches.
 NUM_TRANSFERS_KEPT = 1 << 14
 # Slots of 1 MiB: one is filled while the other is read. For small models, touching the pages of more slots
 # would take longer than the transfer.
 _NUM_SET_UP_SLOTS = 2
-# By kind of edge, the words in a channel's name for the items of the edge.
+# The words that stand for the items of an edge in its channel's name, by kind of edge.
 _CARRIED = {
     "activation": "activations",
     "gradient": "gradients",
@@ -110,12 +111,12 @@ class ShardSpec:
 
 
 def factors_name(push: _core.Edge, placement: _core.Placement) -> str:
-    """Returns the name of the channel for factors that belongs to a push's channel."""
+    """Returns the name of the channel that carries factors beside the channel of this push."""
     return edge_name(push, placement).replace(_CARRIED["push"], "pushed factors", 1)
 
 
 def edge_name(edge: _core.Edge, placement: _core.Placement) -> str:
-    """Returns the name of the edge's channel: "activations of stage 0 to stage 1", with several replicas
+    """Returns the name of the edge's channel: "activations of stage 0 to stage 1". If stage 0 has replicas:
     "activations of stage 0 replica 1 to stage 1"."""
     ends = [(edge.from_stage, edge.from_replica), (edge.to_stage, edge.to_replica)]
     named = [_name_of_end(stage, replica, placement.num_replicas(stage)) for stage, replica in ends]
@@ -154,7 +155,7 @@ class RunChannel:
     """The tensors of one item: (dtype name, number of dimensions, the most bytes). Empty for activations and
     gradients of a cut between stages of other workers."""
     num_slots: int
-    """Slots at the receiver: the most items that are received and whose slots are not free again."""
+    """Slots at the receiver. Each holds one received item until the receiver has used the item."""
     num_unsent_max: int
     """The most items that may wait at the sender or be on the way to the receiver."""
     num_microbatches: int
@@ -169,7 +170,7 @@ class RunChannel:
     """The microbatch of the first item, counted through the run. A channel that is not in the program counts
     its own items."""
     microbatch_stride: int = 1
-    """The distance from one item's microbatch to the next item's."""
+    """The difference between the microbatch numbers of two consecutive items."""
     num_transfers_kept: int = 0
     """The number of newest items whose times each end stores. If it is above 0, the core's
     wait_for_transfers() also waits for this channel."""

@@ -39,8 +39,8 @@ def agree_on_device_memory(
     """Finds out, for all pairs of this rank that send device tensors, whether the sender can write into the
     receiver's device memory. Both ranks of a pair get the same result.
 
-    publish, wait_for: put a value into the run's rendezvous under a key, and wait for several keys' values.
-    A worker that computes on the host waits for nobody.
+    publish: puts a value into the run's rendezvous under a key. wait_for: waits for the values of several
+    keys. A worker that computes on the host waits for nobody.
     """
     pairs = {(c.sender, c.receiver) for c in channels if c.on_device}
     senders = sorted(sender for sender, receiver in pairs if receiver == rank)

@@ -1,9 +1,10 @@
 """Measures bandwidth and latency between two workers over their channels, by the clock of one of them.
 
-That worker is the leader. It asks the follower for one of three measurements:
+The worker with the clock is the leader, the other worker is the follower. The leader asks for one of three
+measurements:
 
     leader                        follower
-    which one, how much    --->
+    request                --->
                            <---   ready
     (the leader's clock starts)
     a few bytes            --->                 latency: a round trip, repeated
@@ -13,7 +14,7 @@ That worker is the leader. It asks the follower for one of three measurements:
     a few bytes            --->                 bandwidth from the follower
                            <---   all pieces
 
-A bandwidth measurement has a round trip in it, which is subtracted. On the compute thread.
+The time of a bandwidth measurement contains one round trip, which is subtracted. Runs on the compute thread.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ __all__ = [
 
 ITEM_BYTES = 1 << 20
 WORD_BYTES = 16
-"""Bytes of a request, the word. It is two int64: the kind of measurement, and how many round trips or bytes
-it has."""
+"""Bytes of a request. A request is two int64: the kind of measurement, and the number of its round trips or
+bytes."""
 
 _LATENCY, _TO_FOLLOWER, _TO_LEADER, _END = range(4)
 _ROUND_TRIPS = 20  # of one latency sample
@@ -78,7 +79,8 @@ def pair_rounds(num_workers: int) -> list[list[tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean. Its error is half the width of the 95 % confidence interval, as a share of the mean."""
+    """A mean and its error. The error is half the width of the mean's 95 % confidence interval, divided by
+    the mean."""
 
     mean: float
     error: float
@@ -102,8 +104,8 @@ class PairFigures:
 
 @dataclass(frozen=True)
 class PairChannels:
-    """The names of one end's channels: for requests and for pieces of data, one to the other end and one from
-    it."""
+    """One end of a pair: its core, its device, and the names of its four channels. Requests (words) and
+    pieces of data each have one channel to the other end and one channel from there."""
 
     core: _core.Worker
     words_out: str

@@ -38,7 +38,7 @@ class Sign:
     count: int
     """A number that grows from sign to sign, so that no two signs are equal."""
     peer_timeout_s: float
-    """The peer_timeout of the sign's rank, which gives eight signs in that time."""
+    """Seconds of peer_timeout at the rank that gives the sign. The rank gives eight signs in this time."""
     phase: str
     """What the rank is doing, such as "opening links". It is part of the error if the rank is lost."""
     is_done: bool = False
@@ -75,8 +75,8 @@ class LivenessMonitor:
             self._signs[rank] = sign
 
     def describe_lost(self) -> str | None:
-        """Returns a line about a rank that gave no sign for peer_timeout; None if there is none. The longer
-        peer_timeout of that rank and this rank counts."""
+        """Returns a line about a rank that gave no sign for peer_timeout; None if there is none. If that rank
+        and this rank have different peer_timeouts, the longer one counts."""
         for rank, sign in sorted(self._signs.items()):
             patience_s = max(self._peer_timeout_s, sign.peer_timeout_s)
             if not sign.is_done and self._silent_s[rank] > patience_s:
@@ -90,7 +90,7 @@ _PULSES_PER_TIMEOUT = 16
 
 
 class Pulse:
-    """Beats from its construction to stop().
+    """A thread that tells the core that the interpreter runs, from construction until stop().
 
     Stop it only after the core's close() has returned. close() may wait until the last items are sent, and
     the peers watch this worker until then.

@@ -1,9 +1,9 @@
 """The rendezvous of a run: its workers exchange addresses and other JSON values through a c10d store of
 torch.
 
-All keys begin with a prefix of this run and incarnation. Workers use the store before the first minibatch and
-after the last, never in between. The store has no authentication, so no secret key goes through it, and
-nothing that comes from it is unpickled.
+All keys begin with a prefix that no other run and no restart of this run uses. Workers use the store before
+the first minibatch and after the last, never in between. The store has no authentication, so no secret key
+goes through it, and nothing that comes from it is unpickled.
 
 Every Rendezvous has a thread of its own, the only one that talks to the store. So a caller can stop waiting
 when the store's host is gone, and signs of life (liveness.py) go on while the worker computes.
@@ -128,8 +128,9 @@ def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
 
 @functools.cache  # kept until this process ends: other ranks may still read when this one goes on
 def _hosted_at(host: str, port: int) -> dist.Store:
-    """Returns the store that this process hosts at host:port. A process group of this process shares it,
-    whether it is made before or later. Raises OSError or DistError if the store cannot listen there."""
+    """Returns the store that this process hosts at host:port. A process group of this process shares the
+    store, whether the group is made before the store or after it. Raises OSError or DistError if the store
+    cannot listen there."""
     try:
         listener = _listener_at(host, port)
     except OSError as error:
@@ -216,8 +217,8 @@ class Rendezvous:
         self.close()
 
     def close(self) -> None:
-        """Idempotent. The store ends with the process that hosts it. So if the run has failed, the host first
-        waits up to 5 s until all ranks have read why."""
+        """Closes the rendezvous; a second call does nothing. The store ends with the process that hosts it.
+        So if the run has failed, the host first waits up to 5 s until all ranks have read why."""
         if self._hosts and self._has_failed:
             self._linger()
         self._hosts = False
@@ -346,8 +347,8 @@ class Rendezvous:
             return [rank for rank in others if not _needs_no_store(store, rank)]
 
         try:
-            # This polls, because one of two keys is enough for each rank, and the store's own wait() waits
-            # for all keys.
+            # One of two keys shows that a rank needs the store no longer. The store's own wait() would wait
+            # for both keys, so this polls.
             while self._ask(waiting) and time.monotonic() - begin_s < _LINGER_S:
                 _pause(time.monotonic() - begin_s)
         except PeerLost:

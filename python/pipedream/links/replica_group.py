@@ -105,8 +105,8 @@ class ReplicaGroup:
             self._group.abort()
         if self._is_reducing and not self._waits_on_stream:
             # gloo's abort() does not end a wait for a process that is stopped (SIGSTOP), and the group's
-            # destructor would wait for that too. So the group is leaked; its two threads end with the
-            # process.
+            # destructor would wait for that process, too. So the group is leaked; its two threads end with
+            # this process.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
 

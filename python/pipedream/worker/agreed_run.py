@@ -162,7 +162,7 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         _check_layers(outline_of(model), place.rank, agreed["layers"])
         place = replace(place, run_id=int(agreed["run_id"]))
     stages = split(model, options.plan)
-    if place.returns_model:  # otherwise the caller has done it
+    if place.returns_model:  # otherwise the caller has checked
         check_loss_buffers(stages, options.loss_fn)
     settings = settings_of(options)  # as given, before the checkpoint's state is added
     options, seed_before = with_checkpoint(options)

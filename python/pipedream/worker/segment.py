@@ -169,7 +169,7 @@ class Segment:
         if boundary is not None and not source.stream.looks_ahead:
             source.look_ahead(functools.partial(exceeds, boundary), group_size)
         elif boundary is None and group_size > 1:
-            source.look_ahead(lambda _: False, group_size)  # whole groups: only then is known what is due
+            source.look_ahead(lambda _: False, group_size)  # reads whole groups, to know what is due
         self._loop = loop = self._make_loop(checkpointing)
         self._snapshots.clear()  # nothing needs their memory any more
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):

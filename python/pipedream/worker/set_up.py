@@ -186,7 +186,7 @@ def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_F
 
 def _read_first_validation(run: AgreedRun) -> tuple[Any, Any]:
     """Returns (inputs, targets) of a validation minibatch, at workers that read data. If the data are a list,
-    they are as large as its largest entries."""
+    the tensors are as large as in the list's largest entries."""
     validation = run.options.validation
     if validation is None or not (run.reads_inputs or run.reads_targets):
         return None, None
@@ -251,7 +251,7 @@ def _first_microbatch(
     with contextlib.suppress(ValueError):  # inputs that cannot cross a cut need not: they are read here
         # With one stage, the sizes of the inputs matter only to a memory limit and to pushes as factors.
         is_limited = run.options.memory.limit_bytes is not None or bool(_stages_with_factors(run))
-        # A list of samples has other entries in every minibatch.
+        # No boundary describes a list of samples, because each minibatch has other entries.
         if (len(run.stages) > 1 or is_limited) and not lists_samples(inputs, count):
             boundary = Boundary.of(inputs, name="the inputs")
     first_inputs = chunk(inputs, m, name="the inputs", minibatch=which, num_samples=count)[0]

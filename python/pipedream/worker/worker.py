@@ -256,7 +256,7 @@ class _Worker:
             self._parts_before = []
             if run.options.call_points.ema_decay is not None:
                 self._optimizers.go_on_with_averages(*read_averages_of(run.options.continues))
-            if run.rank == 0 and run.place.returns_model:  # otherwise the caller has said it
+            if run.rank == 0 and run.place.returns_model:  # otherwise the caller has warned
                 made = [one.optimizer for one in self._optimizers.by_stage.values() if one.optimizer]
                 warn_if_late(run.plan, run.schedule(), made)
                 warn_if_coarse(made)
