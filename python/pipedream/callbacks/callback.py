@@ -101,7 +101,7 @@ class MinibatchReport:
 
     @property
     def loss(self) -> float:
-        """The mean per sample."""
+        """Returns the mean loss per sample."""
         num_samples = sum(self.samples)
         if num_samples == 0:
             return math.nan
@@ -159,7 +159,7 @@ class CheckpointReport:
 
     @property
     def minibatch(self) -> int:
-        """The minibatches that its weights were trained on."""
+        """The number of minibatches that the checkpoint's weights were trained on."""
         return minibatch_of(self.path)
 
     def pin(self) -> None:

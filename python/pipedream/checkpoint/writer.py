@@ -85,7 +85,7 @@ class Figures:
     stall_ns: int = 0
     """The compute thread's time for copying, and for waiting until the last copy was written."""
     num_written: int = 0
-    """Parts that were written. Failed ones do not count."""
+    """Parts that were written. Failed parts do not count."""
     write_ns: int = 0
     """The writer thread's time for all parts."""
 

@@ -69,7 +69,7 @@ def parse_size(size: str | int, name: str = "size") -> int:
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """ "10 Gbit/s" for 1.25e9."""
+    """Returns a bandwidth as text: "10 Gbit/s" for 1.25e9."""
     bits_per_s = bytes_per_s * 8
     unit = _largest_unit(bits_per_s, _BITS_PER_S)
     return f"{bits_per_s / _BITS_PER_S[unit]:.4g} {unit}"

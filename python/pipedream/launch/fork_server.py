@@ -8,10 +8,10 @@
     waits for it, as for any child of its own  <------------------ exits
 
 A new process needs seconds to import torch and to make its first optimizer; a fork takes milliseconds. The
-server starts when it is first needed and stays until the caller ends, so that later runs use it too. It
-stores no state of a run. Each worker gets the environment, working folder, script and files 0, 1 and 2 that
-the caller has when the worker starts. But libraries read some environment variables only when they are
-loaded. If such a variable has changed, another server is started.
+server starts when it is first needed and stays until the caller ends, so that later runs use it, too. Each
+worker gets the environment, working folder, script and files 0, 1 and 2 that the caller has when the worker
+starts. But libraries read some environment variables only when they are loaded. If such a variable has
+changed, another server is started.
 
 After step 1 the middle process ends, and its child is an orphan. The caller is a subreaper at that time, so
 the kernel makes the caller the worker's parent. So the caller learns the worker's exit status, and the worker

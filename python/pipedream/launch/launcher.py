@@ -11,10 +11,10 @@ the caller's model.
     pipedream-xxxxxxxx/  the run's folder: mode 0700, in the temporary folder
         owner            locked (flock) by the process that made the folder, as long as it lives
 
-The result and the trained weights (safetensors) come back through the folder. A caller that is killed cannot
-remove its folder. The next caller removes it, because the kernel frees the lock of a killed process. The next
-caller does not touch folders that another user owns, that have no lock file, or whose owner still runs. On
-the caller's thread.
+The result and the trained weights (safetensors) come back through the folder. A caller that is killed leaves
+its folder behind, but the kernel frees the folder's lock. So the next caller recognizes and removes such
+folders. It does not touch folders of other users, or folders without a lock file. Runs on the caller's
+thread.
 """
 
 from __future__ import annotations

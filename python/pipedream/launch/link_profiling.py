@@ -261,8 +261,8 @@ def _channels_of(pair: tuple[int, int]) -> list[RunChannel]:
 def _placed(
     run: _Linked, core: _core.Worker, device: torch.device, channels: list[RunChannel], key: str
 ) -> list[RunChannel]:
-    """Returns the channels. As in a run, it marks the channels on which the sender may write into the
-    receiver's device memory."""
+    """Marks the channels on which the sender may write into the receiver's device memory, as in a run.
+    Returns all channels."""
     if not run.links.places_on_devices:
         return channels
     rendezvous = run.place.rendezvous

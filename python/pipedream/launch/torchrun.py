@@ -34,7 +34,7 @@ def mistakes_told(prefix: str | None) -> Iterator[None]:
 
 
 def _tell_the_others(prefix: str, error: Exception) -> None:
-    """Best effort, since there may be no store."""
+    """Tells the other ranks, if there is a store."""
     with contextlib.suppress(Exception):
         text = f"rank {os.environ['RANK']} could not start: {describe_error(error)}"
         with torchrun_rendezvous(prefix, _TELL_TIMEOUT_S) as rendezvous:

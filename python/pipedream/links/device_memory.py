@@ -65,8 +65,8 @@ def agree_on_device_memory(
 
 
 def place_on_devices(channels: Sequence[RunChannel], reach: Reach) -> list[RunChannel]:
-    """Returns the channels. Marks the channels on which the sender writes into the receiver's device
-    memory."""
+    """Marks the channels on which the sender writes into the receiver's device memory. Returns all
+    channels."""
 
     def is_placed(channel: RunChannel) -> bool:
         reached = reach.get((channel.sender, channel.receiver)) == ""

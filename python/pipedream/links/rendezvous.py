@@ -439,7 +439,7 @@ class _Signs:
         self._say(store, is_done=True)
 
     def give(self, store: dist.Store) -> None:
-        """Gives one sign and reads the others'."""
+        """Gives one sign, and reads the signs of the other ranks."""
         try:
             self._say(store)
             self._look(store)

@@ -37,7 +37,7 @@ _Said = list[tuple[str, int, int]]
 
 
 class FactorChoice:
-    """The factored weights of stages with shards."""
+    """Chooses the layers whose gradients this worker's stages push as factors."""
 
     def __init__(self, run: AgreedRun, device: torch.device, footprints: Mapping[int, Footprint]) -> None:
         """Publishes the layers that this worker proposes for its stages. footprints: the measurements of its
@@ -65,7 +65,8 @@ class FactorChoice:
         return self._layers_of(stage, {name: num_rows for name, num_rows, _ in common})
 
     def describe(self, stage: int, chosen: Sequence[FactorLayer]) -> str:
-        """Describes the choice for a stage of this worker, for its log; "" if nobody asked."""
+        """Describes the choice for a stage of this worker, for the log. Returns "" if the codec of pushes is
+        not factors."""
         if not self._is_asked_for:
             return ""
         if self._run.options.autocast is not None:

@@ -325,9 +325,9 @@ def _channels_of(
 def _posted_into_versions(
     run: AgreedRun, channels: Sequence[RunChannel], optimizers: WorkerOptimizers
 ) -> list[RunChannel]:
-    """Returns the channels. Channels on which this worker pulls get no slots, because versions are received
-    directly into the weight slots. At a stage that owns tied parameters such channels keep their slots,
-    because the stage's versions lie in two terms of the pool."""
+    """Changes the channels on which this worker pulls: versions are received directly into the weight slots,
+    so these channels need no slots. At a stage that owns tied parameters these channels keep their slots,
+    because the stage's versions lie in two terms of the pool. Returns all channels."""
 
     def posted(channel: RunChannel) -> RunChannel:
         edge = channel.edge
@@ -343,8 +343,8 @@ def _posted_into_versions(
 def _placed_on_devices(
     run: AgreedRun, core: _core.Worker, device: torch.device, channels: list[RunChannel]
 ) -> list[RunChannel]:
-    """Returns the channels. Here the ranks find out which devices of one host can access each other's memory.
-    Channels between such devices need no staging buffers."""
+    """Finds out, with the other ranks, which devices of one host can access each other's memory. Marks the
+    channels between such devices, which need no staging buffers. Returns all channels."""
     rank, links, rendezvous = run.rank, run.options.links, run.place.rendezvous
     on_host = device.type != "cuda"
     reach = agree_on_device_memory(

@@ -150,7 +150,7 @@ class StagePool:
         return TorchPool(from_dlpack(self._core.hold_slot(TORCH_TENSORS)))
 
     def _memory_plan(self, footprints: Mapping[int, Footprint], channels: Sequence[RunChannel]) -> MemoryPlan:
-        """Returns the plan of this worker without any saving."""
+        """Returns this worker's memory plan before any stage recomputes or offloads."""
         own_bytes: dict[int, int] = {}
         tied_bytes: dict[int, dict[int, int]] = {}
         placed_bytes: dict[int, int] = {}
@@ -432,7 +432,7 @@ class StagePool:
 
     @property
     def _replica(self) -> int:
-        """The replica of its stage that this worker is."""
+        """The index of this worker among the replicas of its stage."""
         return self.run.plan.replica_of(self.run.rank)
 
     def _make_server(
