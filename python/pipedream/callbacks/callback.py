@@ -1,4 +1,5 @@
-"""Defines the reports that callbacks get, and the decisions that they may return. On the caller's thread."""
+"""Defines the reports that callbacks get, and the decisions that they may return. Runs on the caller's
+thread."""
 
 from __future__ import annotations
 

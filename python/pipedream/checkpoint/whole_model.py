@@ -1,7 +1,7 @@
 """Reads the whole model from a checkpoint, without a run. Loads it into a model, or writes it into one file.
 
 Each parameter has its newest version. Floating-point buffers of a stage are the means over its replicas, as
-after a run. On the caller's thread.
+after a run. Runs on the caller's thread.
 """
 
 from __future__ import annotations

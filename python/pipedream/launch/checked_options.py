@@ -2,7 +2,7 @@
 and the model.
 
 run_options.py has the checks of one argument by itself. csrc/schedule/exclusions.cc has the pairs of options
-that exclude each other. On the caller's thread, before any process starts.
+that exclude each other. Runs on the caller's thread, before any process starts.
 """
 
 from __future__ import annotations

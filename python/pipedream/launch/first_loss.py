@@ -10,7 +10,7 @@ device than the model's, or the model is on the meta device.
 
 If a forward was run to cut the model, it has given the loss. Otherwise the caller runs one forward in
 microbatches, without storing activations. With PIPEDREAM_CHECK=1 the caller computes gradients too, and
-compares their norms stage by stage. On the caller's thread.
+compares their norms stage by stage. Runs on the caller's thread.
 """
 
 from __future__ import annotations

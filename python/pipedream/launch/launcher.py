@@ -330,8 +330,8 @@ def run_folder() -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Locks the folder. Returns a descriptor. The lock ends when the descriptor is closed, at the latest with
-    the process."""
+    """Locks the folder. Returns the lock's descriptor. The lock ends when the descriptor is closed, at the
+    latest with the process."""
     made = folder / _LOCK_IN_THE_MAKING
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
     with contextlib.suppress(OSError):  # without locks there is no lock file, and nobody removes the folder

@@ -4,7 +4,8 @@
     rounds     in each round a rank has at most one partner and opens links to it; the lower rank leads
     share      each leader publishes its measurements to all ranks
 
-All pairs of a round measure at the same time. On the caller's thread, which is the core's compute thread.
+All pairs of a round measure at the same time. Runs on the caller's thread, which is the core's compute
+thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """pipedream.profile: runs the profiler, and starts the fork server, which will fork the workers of a run.
 
-A caller that profiles will probably train. The fork server needs one core for seconds to import torch and
-its compiler. If torch's threads leave a core free, the server starts before the profiler. Otherwise it starts
+A caller that profiles will probably train. The fork server needs one core for seconds to import torch and its
+compiler. If torch's threads leave a core free, the server starts before the profiler. Otherwise it starts
 after the profiler, so that it does not slow down the measured layers. It does not start under torchrun, nor
-in a child process of multiprocessing. On the caller's thread.
+in a child process of multiprocessing. Runs on the caller's thread.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ hooks of nn.Module. If a value cannot be sent, workers have the value from the i
 
 A module is the user's unless it is a library's. A module is a library's if it lies in Python's folders or
 site-packages, or is installed elsewhere with a record (a PEX, `pip install --target`). An editable
-installation is a library too, unless the script or the working directory lies in its project. On the caller's
-thread.
+installation is a library too, unless the script or the working directory lies in its project. Runs on the
+caller's thread.
 """
 
 from __future__ import annotations

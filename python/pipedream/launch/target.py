@@ -3,7 +3,7 @@
 The function takes no arguments. It returns a mapping or an object that has `model` and `data`. The result
 also needs `loss_fn` unless the model's output has the loss, and `optimizer` for a run. The result may have
 any other argument of pipedream.run. If the command line gives only the replicas of each stage, such as "2-1",
-share_out() gives each stage its layers. On the main thread of the command.
+share_out() gives each stage its layers. Runs on the main thread of the command.
 """
 
 from __future__ import annotations

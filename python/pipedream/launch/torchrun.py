@@ -1,4 +1,4 @@
-"""Lets the ranks of torchrun meet for one call of run() or profile_links(). On the caller's thread."""
+"""Lets the ranks of torchrun meet for one call of run() or profile_links(). Runs on the caller's thread."""
 
 from __future__ import annotations
 

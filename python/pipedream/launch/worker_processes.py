@@ -2,7 +2,7 @@
 
 If one worker ends with a status other than 0, the run has failed. That worker may not be the cause: a peer of
 the worker that caused the failure may end first. So while the cause is not known, the other workers get 2 s
-to report it. Then they get time to save their weights. On the caller's thread.
+to report it. Then they get time to save their weights. Runs on the caller's thread.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 topk sends only the largest elements of a tensor. The sender adds the unsent elements to the tensor's
 residual, element by element. A channel has one or more sets of residuals, one residual per tensor of an item,
 and its items use the sets in turn. If a tensor is larger in the next segment, its new elements begin with
-residual 0. On the worker's compute thread.
+residual 0. Runs on the worker's compute thread.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     another plan or schedule                  the newest version of each parameter and its optimizer state,
                                               found by the parameter's name
 
-On the worker's compute thread, except for found_checkpoint, which rank 0 or the caller runs.
+Runs on the worker's compute thread, except for found_checkpoint, which rank 0 or the caller runs.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ every worker writes its weights into files there, too.
 The reports of several segments (segment.py) are joined. Counts and times are added, without the time between
 two segments. Of memory figures the highest is taken.
 
-No worker closes its links before all workers have received everything. On the worker's compute thread.
+No worker closes its links before all workers have received everything. Runs on the worker's compute thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stores one worker's part of a run's state at the end of the run, so that a later run can continue.
 
 Local workers write their parts and their weights into the run's folder. If the state cannot be stored, the
-run still ends without an error, and the state says why. On the worker's compute thread.
+run still ends without an error, and the state says why. Runs on the worker's compute thread.
 """
 
 from __future__ import annotations

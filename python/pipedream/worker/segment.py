@@ -9,8 +9,8 @@
 
 The pipeline drains between two segments. The next segment begins with only the newest version, like a run.
 These objects stay: the modules with their weights and buffers, the optimizers with their state, the loss
-scaling of float16, the residuals of topk, the data (minibatch_source.py) and the reports. On the worker's
-compute thread.
+scaling of float16, the residuals of topk, the data (minibatch_source.py) and the reports. Runs on the
+worker's compute thread.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 The set-up has its own links. The channels of the training depend on the tensors that cross the cuts, and its
 pool depends on the optimizers' state. Both are not known yet. If a minibatch is larger than planned, workers
-rehearse again, with that minibatch. OwnPart is the part of the model that the worker has in memory. On the
-worker's compute thread.
+rehearse again, with that minibatch. OwnPart is the part of the model that the worker has in memory. Runs on
+the worker's compute thread.
 """
 
 from __future__ import annotations

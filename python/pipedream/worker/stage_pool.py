@@ -2,7 +2,7 @@
 memory for offloaded versions and activations.
 
 The constructor adds the terms to the pool, so it runs before the core is sealed. prepare() runs afterwards,
-and gives the memory to the stages. On the worker's compute thread.
+and gives the memory to the stages. Runs on the worker's compute thread.
 """
 
 from __future__ import annotations

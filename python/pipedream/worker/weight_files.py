@@ -7,8 +7,8 @@ worker that has a stage writes the stage's file.
 
 Replicas differ only in their buffers. Each further replica of a stage writes its own buffers. The stage's
 buffers are the means over all replicas, and get a separate file in the user's folder. A file is called *.part
-until it is complete. The user's files keep that name until all of them are complete. On the worker's compute
-thread, and the caller's.
+until it is complete. The user's files keep that name until all of them are complete. Runs on the worker's
+compute thread, and on the caller's thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Opens and closes the links of one worker. They belong to a core, which sends signs of life (the pulse).
 
 A worker has two cores, one after the other. The first core carries the initial weights and the rehearsal,
-whose channels are known at once. The second core carries the training. On the worker's compute thread.
+whose channels are known at once. The second core carries the training. Runs on the worker's compute thread.
 """
 
 from __future__ import annotations

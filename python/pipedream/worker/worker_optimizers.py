@@ -1,7 +1,6 @@
 """Makes the optimizers of one worker's stages. With replicas, this module decides which pieces of a stage's
-parameters each replica updates. With tied parameters, it decides which pieces each replica sends.
-
-On the worker's compute thread, before the pool is sealed.
+parameters each replica updates. With tied parameters, it decides which pieces each replica sends. Runs on the
+worker's compute thread, before the pool is sealed.
 """
 
 from __future__ import annotations
