@@ -205,8 +205,8 @@ class Steering:
         return later
 
     def updates_before(self, boundary: int) -> int:
-        """Returns how many updates the first stage makes in this run before the boundary. The boundary has
-        the number of a minibatch as in Question."""
+        """Returns how many updates the first stage makes in this run before the boundary. The boundary is
+        numbered like the minibatches of a Question."""
         return boundary // self._per_update - self._first_update
 
     def begin(self) -> None:

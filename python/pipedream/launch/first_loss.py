@@ -59,7 +59,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class FirstLoss:
-    """Computes the caller's loss of minibatch 0, and compares it with the workers'."""
+    """Computes the caller's loss of minibatch 0, and compares it with the workers' loss."""
 
     def __init__(
         self,

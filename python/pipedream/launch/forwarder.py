@@ -105,8 +105,8 @@ def forwarding_validation(
 
 
 class _ValidationForwarder(threading.Thread):
-    """Iterates the caller's validation data when an evaluation begins. Passes them to the first and the last
-    stage through files (ForwardedValidation)."""
+    """Iterates the caller's validation data when an evaluation begins. Passes the data to the first and the
+    last stage through files (ForwardedValidation)."""
 
     def __init__(self, options: JobOptions, folder: Path, iterating: threading.Lock) -> None:
         super().__init__(name="pipedream-validation", daemon=True)

@@ -1,8 +1,8 @@
 """Describes every argument of run() once: default, check, command-line option, and line in docs/running.md.
 
     run()          checks its arguments by these descriptions; a test compares its signature with them
-    cli.py         makes the options of `pipedream run` of them
-    target.py      lets a target return these names
+    cli.py         makes the options of `pipedream run` from the descriptions
+    target.py      accepts the described names from a target
     docs           running.md has options_table()
 
 Most arguments must be the same at all ranks. The fields of JobOptions and LinkOptions say which arguments may

@@ -300,8 +300,8 @@ def _told(
     """Tells the callbacks of the start and the end of the run inside this context.
 
     Yields a function that tells the callbacks of the result, and the options. If the run continues from a
-    checkpoint, the options then have the decisions that the callbacks made before it. Raises the error that a
-    callback has raised."""
+    checkpoint, the options then have the decisions that the callbacks made before the checkpoint. Raises the
+    error that a callback has raised."""
     if not is_rank_0():
         yield lambda result: None, options
         return

@@ -141,8 +141,8 @@ def _cautions_of_plan(plan: Plan, schedule: str, microbatches: int) -> Iterator[
 
 
 def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
-    """Yields cautions about the loss. Torch's losses have attributes that show whether they are means over
-    samples. Only then is the mean over microbatches equal to the mean over the minibatch."""
+    """Yields cautions about the loss. The mean over microbatches equals the loss of the minibatch only if the
+    loss is a mean over samples. Attributes of torch's losses show whether they are such means."""
     if isinstance(loss_fn, functools.partial):
         kind, settings = loss_fn.func, loss_fn.keywords
     else:
@@ -215,9 +215,9 @@ def _has_momentum(optimizer: Optimizer) -> bool:
 
 
 def check_data_apart(data: Iterable[Any], model: Model, plan: Plan) -> Iterator[str]:
-    """Yields a line if data hold a part of the model, because workers that read data may not have its newest
-    weights. Raises ValueError if a sampler holds a part, because a sampler can only use the weights to choose
-    samples."""
+    """Yields a line if data hold a part of the model, because workers that read data may not have the newest
+    weights of that part. Raises ValueError if a sampler holds a part, because a sampler can only use the
+    weights to choose samples."""
     if plan.num_stages == 1 and plan.workers_used == 1:
         return  # the data hold the model that is trained
     roots = [root for _, root in roots_of(model)]

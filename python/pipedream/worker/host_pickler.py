@@ -125,8 +125,8 @@ def _users_file(path: str, mode: Any, offset: int, dtype: Any, shape: tuple[int,
 
 
 class MemoryFile:
-    """A file with the memory of large tensors and arrays, one behind the other. The file is made with the
-    first of them."""
+    """A file with the memory of large tensors and arrays, one behind the other. The file is made when the
+    first content is added."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -70,8 +70,8 @@ class _LoggerSettings:
         )
 
     def apply(self, logger: logging.Logger) -> None:
-        """Sets up the worker's logger as the caller's. If the import has given the logger handlers, these
-        stay and no others are added."""
+        """Sets up the worker's logger like the caller's logger. If the import has given the logger handlers,
+        these handlers stay and none are added."""
         logger.setLevel(self.level)
         logger.propagate, logger.disabled = self.propagate, self.disabled
         logger.filters[:] = self.filters

@@ -271,7 +271,8 @@ def _largest_of(largest_in: Mapping[str, int]) -> str:
 
 
 def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _core.Worker | None:
-    """Opens the links of the set-up. Returns None if this worker shares with nobody."""
+    """Opens the links of the set-up. Returns None if the plan has one worker, and at a rank beyond the
+    plan."""
     num_workers = run.plan.workers_used
     if num_workers == 1 or run.rank >= num_workers:
         return None

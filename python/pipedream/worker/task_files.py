@@ -65,7 +65,7 @@ _FORWARDED = "forwarded data"
 _OF_TASK = ("optimizer", "lr_scheduler", "model", "loss_fn", "weight_fn", "weights", "validation", "options")
 _VALIDATION_DATA = "validation data"
 _IN_GRAPH = (*_OF_TASK, "script", _VALIDATION_DATA, "data")
-# Smaller than for other values, because each sample of the data may be a small tensor.
+# Data have a smaller bound than other values, because each sample of the data may be a small tensor.
 _MAPPED_BYTES_MIN_OF_DATA = 1 << 10
 
 
