@@ -238,8 +238,9 @@ def _sends_loss(run: AgreedRun, rank: int) -> bool:
 
 def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
     """Saves this worker's files before the report goes up, so that rank 0 finds all of them. If the weights
-    cannot be saved in the user's folder, returns a text that says so and names the folder where they are.
-    After all workers are done, the text becomes the run's error."""
+    cannot be saved in the user's folder, returns a text that says so. With gather="none" the text also names
+    another folder, which then has the weights. After all workers are done, the text becomes the run's
+    error."""
     if run.place.folder is not None and run.options.output.gather != "none":
         if run.reads_targets:
             write_loss_state(run.place.folder, run.plan.replica_of(run.rank), of_loss)
@@ -257,8 +258,8 @@ def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
 
 
 def _finish(run: AgreedRun, folder: Path, unsaved: Sequence[str]) -> list[str]:
-    """Renames the user's files to their final names, either all of them or none. Returns texts that say what
-    failed, and where the weights are."""
+    """Renames the user's files to their final names if all workers could save their weights. Otherwise
+    renames none. Returns texts that say what failed, and where the weights are."""
     text = ""
     if not unsaved:
         try:

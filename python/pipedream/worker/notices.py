@@ -43,7 +43,7 @@ _SAVING = b"pipedream: saving a checkpoint before this process ends\n"
 
 
 def ask_to_save(path: Path) -> None:
-    """Asks the run that writes checkpoints into this folder for one at its next boundary."""
+    """Asks the run that writes into this folder to save a checkpoint at its next boundary."""
     with contextlib.suppress(OSError):
         (path / _REQUEST_NAME).touch()
 
@@ -58,7 +58,7 @@ class SaveRequests:
         self._forget()
 
     def saves_now(self) -> bool:
-        """Whether to save at this boundary. Rank 0 asks at each one."""
+        """Returns whether to save at this boundary. Rank 0 calls this function at each boundary."""
         now_s = time.monotonic()
         is_due = self._seconds is not None and now_s - self._saved_s >= self._seconds
         if now_s - self._looked_s >= LOOK_S:
