@@ -96,8 +96,8 @@ class Rehearsed:
 def set_up(
     run: AgreedRun, links: WorkerLinks, device: torch.device, stream: MinibatchStream, part: OwnPart
 ) -> Rehearsed:
-    """Reads, shares and rehearses. Afterwards the run's own stages have rank 0's weights, other stages are
-    left out of the worker's part, and the links are closed."""
+    """Reads, shares and rehearses. Afterwards this worker's stages have rank 0's weights, parameters of other
+    stages are left out (OwnPart), and the links are closed."""
     rendezvous = run.place.rendezvous
     rendezvous.enter("reading the first minibatch")
     kinds = _read_first_microbatches(run, stream)

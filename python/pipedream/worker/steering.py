@@ -179,7 +179,7 @@ class LocalSteering:
         fix_rates_of_spares(steering, options.plan)
         self.is_needed = steering.points.at_epochs
         """Whether look() has anything to do."""
-        # If the pipeline waits for an answer, look soon.
+        # The caller looks more often if the pipeline may wait for its answers.
         self.period_s = _ANSWER_S if steering.points.decides else LOOK_S
         self._num_read = 0  # bytes of the questions' file that are read
         self._open: list[Question] = []
@@ -198,7 +198,7 @@ class LocalSteering:
             self._board.ask_for_stop()  # nobody waits for this answer
 
     def finish(self) -> None:
-        """Ends the steering, after the workers have done their part."""
+        """Answers the last questions and reads all norms, after the workers have ended."""
         self.look()
         self._steering.norms = self._board.norms()
 

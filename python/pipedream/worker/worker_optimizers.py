@@ -205,7 +205,8 @@ class WorkerOptimizers:
         return next(index for index, other in enumerate(owned) if other is tie)
 
     def tie_specs(self) -> list[TieSpec]:
-        """Returns the ties that this worker's stages have."""
+        """Returns a spec for each tie of the run. A spec has pieces only if this worker has the layout of the
+        tie's owner."""
         specs = []
         for tie in self._run.ties:
             owner = tie.stages[0]
