@@ -88,7 +88,7 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 
 
 def start_server(*, compiler: Literal["if idle", "before forks"] | None = None) -> None:
-    """Starts the server if there is none, and returns at once; the server imports torch meanwhile.
+    """Starts the server if there is none. Returns at once, while the server imports torch.
 
     compiler: lets the server also import torch's compiler, which torch's own optimizers would import in every
     worker. "before forks" does so before the next fork, "if idle" only if no fork waits."""

@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signa
 
 
 class _Ended(BaseException):
-    """Raised in the main thread by a signal that ends this process."""
+    """Raised in the main thread when a signal comes that ends this process."""
 
 
 def run_processes(

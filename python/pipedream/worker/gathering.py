@@ -1,10 +1,10 @@
 """At the end of a run final weights and results are sent up the tree of ranks to rank 0. Then the result is
 sent down the tree to all ranks.
 
-If a stage has replicas, the first one sends its weights. Its floating-point buffers (the running statistics
-of batch norm) are the means over all replicas, because each replica has its own. Local workers write weights
-into files instead, so that none of them has to hold the whole model. If the user names a folder (`save`),
-every worker writes its weights into files there, too.
+If a stage has replicas, the first replica sends the stage's weights. Each replica has its own floating-point
+buffers (the running statistics of batch norm), so the stage's buffers are the means over all replicas. Local
+workers write weights into files instead, so that none of them has to hold the whole model. If the user names
+a folder (`save`), every worker writes its weights into files there, too.
 
 The reports of several segments (segment.py) are joined. Counts and times are added, without the time between
 two segments. Of memory figures the highest is taken.

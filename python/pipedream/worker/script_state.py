@@ -34,7 +34,7 @@ class ScriptState:
     attributes: list[tuple[type, str, Any]] = field(default_factory=list)
     """Attributes of classes: (class, name, value)."""
     hooks: dict[str, dict[int, Any]] = field(default_factory=dict)
-    """Hooks of all modules, by the name of torch's table."""
+    """Hooks that torch calls for all modules: {name of torch's table: {key: hook}}."""
 
     def apply(self) -> None:
         """Sets the script's values in a worker."""

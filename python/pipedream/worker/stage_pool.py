@@ -273,9 +273,10 @@ class StagePool:
         )
 
     def _num_rounds_kept(self, stage: int) -> int:
-        """Returns the number of rounds whose gradients a replica may have at once. A spare receives a chunk
-        only when it can use the chunk. So the gradients of one more round may wait, unless the next round's
-        forwards need the version that the spare makes from them."""
+        """Returns the number of rounds whose gradients a replica may have at once. With spares, the gradients
+        of one more round may wait, because a spare receives a chunk only when it can use the chunk. If the
+        stage keeps only one version, none wait: the next round's forwards need the spare's new version
+        first."""
         schedule, has_spares = self.run.schedule(), self.run.plan.stages[stage].num_spare_shards > 0
         waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
         return _core.num_gradients_kept(schedule, stage) + waits
