@@ -159,7 +159,7 @@ def export_checkpoint(
 
 def read_averages(checkpoint: Path, manifest: Manifest) -> tuple[dict[str, Tensor], int]:
     """Returns the averages of callbacks.EMA by full parameter name, and the number of versions in them.
-    Returns ({}, 0) if the run kept none.
+    Returns ({}, 0) if the run kept no averages.
     """
     averages: dict[str, Tensor] = {}
     known_as: dict[str, str] = {}

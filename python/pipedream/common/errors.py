@@ -44,7 +44,7 @@ class PipelineError(RuntimeError):
 
 
 class WorkerLost(PipelineError):  # noqa: N818 (the words of the design)
-    """A worker process ended too early. Names its stage, replica and last minibatch."""
+    """A worker process ended too early. The error names the worker's stage, replica and last minibatch."""
 
 
 class PeerLost(PipelineError):  # noqa: N818 (the words of the design)
@@ -56,7 +56,7 @@ class DataMismatch(PipelineError):  # noqa: N818 (the words of the design)
 
 
 class NonFiniteLoss(PipelineError):  # noqa: N818 (the words of the design)
-    """A loss was NaN or infinite under on_nonfinite="stop". Names the minibatch."""
+    """A loss was NaN or infinite under on_nonfinite="stop". The error names the minibatch."""
 
 
 def describe_error(error: BaseException) -> str:

@@ -48,7 +48,8 @@ _BATCHES_MAX = 16  # of the user's data; a run repeats them
 _FAST_BYTES_PER_S = 1e15  # so fast that the plan balances the stages and ignores what crosses the cuts
 _ROUNDS = 4
 _MINIBATCHES_MIN, _MINIBATCHES_MAX = 30, 2000
-# For the runs with pauses. After this pause caches are nearly as cold as after any longer one.
+# The pause, and the number of minibatches, of runs with pauses. After this pause caches are nearly as cold as
+# after any longer pause.
 _PAUSE_SECONDS, _PAUSED_MINIBATCHES = 0.004, 150
 
 

@@ -3,7 +3,7 @@
 A work item begins when its input has arrived, and ends when the worker asks for the next item. Time in the
 user's code is compute time; the rest is the runtime's own time. Two effects are removed from the times. A
 worker is faster while others wait: times are converted to the speed at which as many workers work as the
-machine has cores (SharedHost). A worker is slower after a wait: times are converted to those without waits
+machine has cores (SharedHost). A worker is slower after a wait: times are converted to times without waits
 (Waking). Pure; any thread.
 """
 
@@ -179,7 +179,7 @@ def _waking_share(keys: Sequence[Key], waking: Waking, longer_waits: _Means, sho
     """Returns the cost of waking as a share of an item.
 
     In both kinds of runs an item takes item * (1 + share * woken), where woken is 0 without a wait and 1
-    after a long one. The ratio of the two times gives the share."""
+    after a long wait. The ratio of the two times gives the share."""
     if not keys or any(key not in shorter_waits for key in keys):
         return 0.0
     longer = sum(longer_waits[key].work_ms for key in keys) / sum(shorter_waits[key].work_ms for key in keys)

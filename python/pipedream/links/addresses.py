@@ -39,8 +39,8 @@ PortRange = tuple[int, int]
 def resolve_bind(bind: str) -> str:
     """Returns the IPv4 address that a `bind` argument means: "10.0.0.5" itself, or the address of "eth0".
 
-    Raises ValueError, naming the remedy, if it is neither an address nor an interface of this machine, if it
-    is a wildcard such as 0.0.0.0, or if the interface has no IPv4 address.
+    Raises ValueError, which names the remedy, in three cases: `bind` is no address or interface of this
+    machine, it is a wildcard such as 0.0.0.0, or the interface has no IPv4 address.
     """
     if not isinstance(bind, str) or not bind:
         raise TypeError(f"bind is {bind!r}: give an address of this machine, or the name of an interface")

@@ -1,4 +1,4 @@
-"""Finds out why a local run failed, and makes one error of it.
+"""Finds out why a local run failed, and makes one error that says why.
 
 A worker that fails leaves a record of its error in the folder of the run. A worker that is killed leaves no
 record; its exit code tells how it ended. Any thread.

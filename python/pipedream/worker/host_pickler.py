@@ -1,5 +1,5 @@
 """Pickles objects for other processes of this machine, from host memory. Large memory goes into a file that
-they map.
+these processes map.
 
     value -> HostPickler -> name.pickle
                         `-> MemoryFile, name.memory  <- mapped by each process that unpickles

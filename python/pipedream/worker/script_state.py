@@ -57,8 +57,8 @@ class ScriptState:
 
 def _is_same(own: Any, sent: Any) -> bool:
     """Whether the sent value equals the worker's own value. Then the worker keeps its own object, because
-    functions may hold the object as a default. Tensors and modules never count as equal, because a sent one
-    may be part of the sent model."""
+    functions may hold the object as a default. Tensors and modules never count as equal, because a sent
+    tensor or module may be part of the sent model."""
     try:
         return _is_equal(own, sent)
     except Exception:  # a user's object may raise anything, and a list that holds itself has no end

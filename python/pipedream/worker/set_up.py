@@ -230,8 +230,8 @@ def _first_microbatch(
     *,
     is_kind: bool = False,
 ) -> _FirstMicrobatch:
-    """Makes the first microbatch of the minibatch. It is at least as large as the shapes say; if the shapes
-    are a kind, exactly as large."""
+    """Makes the first microbatch of the minibatch. It is at least as large as `shapes`, or with is_kind
+    exactly as large."""
     m = run.options.microbatches
     own_shapes = shapes_of_parts(inputs, targets)
     inputs, targets = (shaped if is_kind else enlarged)(inputs, targets, shapes)

@@ -134,8 +134,8 @@ class WorkerLinks:
 
     def say_why(self, text: str) -> None:
         """Tells the other workers why this worker failed, as far as possible. The links are used before the
-        store. The store may not answer until the peer timeout, and workers beyond a lost one would learn
-        nothing meanwhile."""
+        store. The store may not answer until the peer timeout, and until then workers beyond a lost worker
+        would learn nothing."""
         core = self._core
         if core is not None:
             with contextlib.suppress(Exception):

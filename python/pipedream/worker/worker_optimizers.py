@@ -81,8 +81,9 @@ class WorkerOptimizers:
                 told += choice.describe(index, self.factored[index])
                 if optimizer.optimizer is not None:  # else nothing is trained here
                     _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
-            # Data and forwards draw from the process's generators, on the compute thread. Asynchronous shards
-            # step on another thread, which must not draw from these generators.
+            # draw_by_name() makes each step seed the process's generators. Asynchronous shards step on
+            # another thread, which must not seed them: data and forwards draw from them on the compute
+            # thread.
             if run.plan.workers_used > 1 and not run.options.is_asynchronous_at(index):
                 optimizer.draw_by_name(run.base_seed, index)
             decay = run.options.call_points.ema_decay
