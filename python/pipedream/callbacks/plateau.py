@@ -72,9 +72,9 @@ class EarlyStopping(_Watch):
 
 
 class ReduceLROnPlateau(_Watch):
-    """Multiplies the learning rates of all stages by `factor`, at the same minibatch, when `metric` has not
-    become better by more than `min_delta` for more than `patience` epochs. After `max_reductions` times it
-    changes nothing more."""
+    """Multiplies the learning rates of all stages by `factor`, at the same minibatch. It does so when
+    `metric` has not become better by more than `min_delta` for more than `patience` epochs. After
+    `max_reductions` times it changes nothing more."""
 
     def __init__(
         self,

@@ -146,8 +146,8 @@ class PairChannels:
 def lead(channels: PairChannels, seconds: float) -> PairFigures:
     """Measures together with the worker that calls follow().
 
-    Takes at least 3 samples of each figure, then more until `seconds` have passed, or until there are 10 and
-    the figure is known to 2 %."""
+    Takes at least 3 samples of each figure. Takes more until `seconds` have passed, or until there are 10
+    samples and the figure is known to 2 %."""
 
     def timed(what: int, amount: int) -> float:
         channels.say(what, amount)
@@ -213,7 +213,7 @@ def sampled(
     sample: Callable[[], float], seconds: float, now_s: Callable[[], float] = time.monotonic
 ) -> Figure:
     """Returns the mean of at least 3 samples. Takes more until `seconds` have passed, or until there are 10
-    and the mean is known to 2 %."""
+    samples and the mean is known to 2 %."""
     ends_s = now_s() + seconds
     samples: list[float] = []
     while True:

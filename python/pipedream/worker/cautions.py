@@ -28,8 +28,8 @@ from pipedream.splitting.cut_model import CutModel
 
 __all__ = ["cautions_of", "check_data_apart", "warn_if_coarse", "warn_if_late", "warn_the_caller"]
 
-# With class weights or ignore_index, these losses divide by the sum of the weights of the samples that count,
-# and not by the number of samples.
+# With class weights or ignore_index, these losses divide by the sum of the samples' weights, and not by the
+# number of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _IGNORED_BY_DEFAULT = -100
 _MICROBATCHES_TRIED_MAX = 64  # to find the fewest at which gradients are at most one update late
