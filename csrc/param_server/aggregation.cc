@@ -9,8 +9,8 @@
 namespace pipedream {
 namespace {
 
-// Blocks are so small that a block's sum stays in the cache while one part after the other is added to it. A
-// thread claims kTaskBlocks blocks at a time.
+// The elements of a block. A block is so small that its sum stays in the cache while the gradients of all
+// replicas are added to it. A thread claims kTaskBlocks blocks at a time.
 constexpr std::int64_t kBlockElements = 4096;
 constexpr std::int64_t kTaskBlocks = 16;
 

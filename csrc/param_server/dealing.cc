@@ -18,8 +18,8 @@ std::size_t divide_up(std::size_t dividend, std::size_t divisor) {
   return (dividend + divisor - 1) / divisor;
 }
 
-// Returns the pieces of parameters that lie in the range. Its ends are multiples of kParameterAlignment,
-// which no element straddles.
+// Returns the pieces of parameters that lie in the range. The range begins and ends at multiples of
+// kParameterAlignment, so it cuts no element.
 std::vector<ShardPiece> pieces_in(const WeightLayout& layout, std::size_t begin_bytes,
                                   std::size_t end_bytes) {
   std::vector<ShardPiece> pieces;

@@ -14,7 +14,7 @@
 // ones or none (shard_shares()). Chunks are then at most 1 MiB.
 //
 // Some optimizers need whole tensors, because they use a tensor's norm or its rows. Then a chunk is one
-// tensor, or several neighbouring ones of a shard, and shards are as equal as the tensors allow.
+// tensor, or several neighbouring tensors of a shard, and shards are as equal as the tensors allow.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
-// The plan of an exchange between the owners of a stage's shards: which chunks each of them owns, which
-// channels join them, and where versions and pushed chunks lie. Plain values; any thread.
+// Describes the exchange of gradients and weight versions between the owners of a stage's shards: the chunks
+// of each owner, the channels between owners, and the memory for versions and pushed chunks. Plain values;
+// any thread.
 #pragma once
 
 #include <cstddef>
@@ -35,14 +36,14 @@ struct ExchangeChunk {
   std::vector<ExchangePiece> pieces;
 };
 
-// A shard, whose chunks are in the order in which they travel.
+// A shard. Its chunks are listed in the order in which they are sent.
 struct ExchangeShard {
   std::vector<ExchangeChunk> chunks;
   DType push_dtype = DType::kUInt8;  // of its gradients on the wire
 };
 
-// Another owner, and the names of the channels to and from it. A name is empty if there is no such channel: a
-// spare pushes nothing and reads no version.
+// Another owner of shards, and the names of the channels that join this owner to it. A name is empty if there
+// is no such channel: a spare pushes no gradients and pulls no versions.
 struct ExchangePeer {
   ExchangeShard shard;
   std::string push_to;
@@ -66,19 +67,20 @@ struct ExchangeSpec {
   Codec push_codec{};
   bool keeps_gradients = false;  // the optimizer may keep them: no mean in a received item
   bool on_host = true;           // means of float32 and float64 are made here
-  // Whether to send a replica its chunks of the new version only after the chunks that are pushed to it. All
-  // channels of a link get equal parts of the bandwidth, so versions would slow down the pushes to spares,
-  // and everybody waits for the spares' shards last.
+  // Whether this owner sends another replica the chunks of a new version only after it has sent that replica
+  // all pushed chunks. All channels of a link get equal parts of the bandwidth. So versions would slow down
+  // the pushes to spares, although everybody waits longest for the spares' shards.
   bool holds_versions = false;
   bool posts_early = true;  // false: posts places at begin_version()
 };
 
-// A parameter's gradient of a round, flat. Without data there is none.
+// A parameter's gradient of a round, as a flat tensor. If `content` has no data, the parameter has no
+// gradient.
 struct Gradient {
   TensorView content;
   std::shared_ptr<void> owner;
 
-  // The piece of it; without data if there is none.
+  // The part of the gradient that belongs to the piece; without data if there is no gradient.
   [[nodiscard]] TensorView piece(const ExchangePiece& piece) const;
 };
 

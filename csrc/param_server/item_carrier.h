@@ -17,8 +17,8 @@
 
 namespace pipedream {
 
-// The tensors are valid while the owner lives. A received tensor that is smaller than planned has the memory
-// of one that is not.
+// An item and its tensors, which are valid while `owner` lives. If a received tensor is smaller than planned,
+// its memory still has the planned size.
 struct CarriedItem {
   ItemFields fields{};
   std::vector<TensorView> tensors;
@@ -33,7 +33,8 @@ class ItemCarrier {
   virtual ~ItemCarrier() = default;
 
   // These functions return false, or an empty optional, at the deadline. After send() the tensors' memory
-  // must not change until wait_until_sent() says that the item is sent. The owner of the memory may be null.
+  // must not change until wait_until_sent() says that the item is sent. `owner` keeps this memory alive; it
+  // may be null.
   [[nodiscard]] virtual Result<bool> send(const std::string& channel, const std::vector<TensorView>& tensors,
                                           const ItemFields& fields, std::shared_ptr<void> owner,
                                           Deadline deadline) = 0;
@@ -55,7 +56,7 @@ class ItemCarrier {
   virtual void read(std::span<std::byte> to, const std::byte* from) = 0;
   // Destroys the owners of items that are sent.
   virtual void collect_released(const std::string& channel) = 0;
-  // The failure, with the worker's position in its program added to the message.
+  // Returns the failure with the worker's position in its program added to the message.
   [[nodiscard]] virtual Failure located(const Failure& failure) const = 0;
 };
 

@@ -57,7 +57,8 @@ void ShardExchange::end_push(std::int64_t round, std::int64_t num_summed) {
 
 Result<bool> ShardExchange::begin_push_from(ReplicaIndex other, std::int64_t round, SlotIndex write_slot,
                                             Deadline deadline) {
-  // Other owners may finish their update of the round before this owner begins its update.
+  // The places are posted before this owner begins its update, because other owners may be faster and send
+  // their new versions already.
   if (num_pushed_ > round && spec_.posts_early) post_places(write_slot);
   const ExchangePeer& from = peer(other);
   const bool has_factors = !from.factors_from.empty();
@@ -175,7 +176,7 @@ PieceGradients ShardExchange::gradients_of(std::size_t position, const ExchangeC
     std::byte* const data = pushed.chunk->tensors[1].data + piece.begin_bytes;
     const TensorView received = flat_view(piece.dtype, data, piece.num_bytes());
     // The place is never the memory of this owner's own gradient, which may have another use. It may be the
-    // memory of a received part without a gradient.
+    // memory of a received item that has no gradient for this piece.
     if (!spec_.keeps_gradients) gradients.place = received;
     if (flags.at(other)[position] != std::byte{0}) gradients.parts.push_back(received);
   }
@@ -200,8 +201,8 @@ ShardExchange::RoundGradients ShardExchange::begin_update(std::int64_t round) {
     num_summed += pushed.num_summed;
     if (pushed.factors) gradients.factors.emplace_back(other, *std::exchange(pushed.factors, std::nullopt));
   }
-  // Counted from the numbers that the pushes report, because the number of minibatches in the run may be
-  // unknown here.
+  // The number of minibatches is computed from the numbers that the pushes report, because the number of
+  // minibatches in the run may be unknown here.
   num_minibatches_ = gradients.num_minibatches = num_summed / spec_.rounds.num_microbatches;
   return gradients;
 }
@@ -362,7 +363,7 @@ WeightVersion ShardExchange::whole_version() const {
   return whole;
 }
 
-// The place of the chunk in the version's slot; null if that slot has another version by now.
+// The place of the chunk in the version's slot; null if the slot has another version by now.
 std::byte* ShardExchange::place_of(const ExchangeChunk& chunk, std::optional<SlotIndex> own_slot,
                                    WeightVersion version) const {
   if (chunk.is_tied) {

@@ -3,15 +3,15 @@
 // version as soon as the chunk is made. It lands the chunks of other owners' versions where forwards read
 // them.
 //
-//   round t           who asks      what is done here, chunk by chunk
-//   SEND push         the worker    give() of each gradient, push_given() while the backward makes more of
-//                                   them and when it is over, end_push()
-//   RECV push         the engine    waits for the beginning of a replica's gradient; says where the others'
-//                                   next versions may land
-//   UPDATE            the worker    begin_update(), begin_version(); of each chunk mean_of(), then the
-//                                   optimizer's step, then publish(); end_version()
-//   SEND pull         nobody        nothing: UPDATE has sent every chunk
-//   RECV pull         the engine    waits for all chunks of another's version t + 1
+//   round t           caller        what happens here
+//   SEND push         the worker    give() for each gradient; push_given() during the backward and after it;
+//                                   then end_push()
+//   RECV push         the engine    begin_push_from() waits for the first gradients of a replica, and posts
+//                                   places for the chunks of the other owners' next versions
+//   UPDATE            the worker    begin_update() and begin_version(); for each chunk mean_of(), the
+//                                   optimizer's step and publish(); then end_version()
+//   SEND pull         nobody        nothing is left to do: UPDATE has sent every chunk
+//   RECV pull         the engine    pull_from() waits for all chunks of another owner's version t + 1
 //
 // While the next chunk's gradients are on their way, a chunk's mean is made and its new version is sent. So
 // both directions of a link are busy. Gradients are added in the order of the replicas, so that a run gives
@@ -63,16 +63,16 @@ class ShardExchange {
  public:
   ShardExchange(ExchangeSpec spec, ItemCarrier& carrier);
 
-  // The functions down to pull_from() follow the worker's program. This one returns true once the replica's
-  // gradient of the round has begun to arrive. write_slot: the slot that the round's update will write, and
-  // that nobody reads any more.
+  // The worker's program calls the functions from here to pull_from(). begin_push_from() returns true once
+  // the replica's gradient of the round has begun to arrive. write_slot: the slot that the round's update
+  // will write; nobody reads it any more.
   [[nodiscard]] Result<bool> begin_push_from(ReplicaIndex other, std::int64_t round, SlotIndex write_slot,
                                              Deadline deadline);
   // The end of the data, if the last begin_push_from() received it instead of a gradient. It has the number
   // of minibatches and the events due at the end of the run.
   [[nodiscard]] std::optional<ItemFields> take_end() { return std::exchange(told_end_, std::nullopt); }
-  // Sends the end of the data to the other owners over the push channels, after all pushes. Without it
-  // another owner might wait for a push that does not exist. Once the end is known, call it before every
+  // Sends the end of the data to the other owners over the push channels, after all pushes. Otherwise another
+  // owner might wait for a push that does not exist. Once the end is known, call tell_end() before every
   // other wait.
   [[nodiscard]] Result<bool> tell_end(std::int64_t num_minibatches, std::uint8_t boundary_events,
                                       Deadline deadline);
@@ -80,8 +80,9 @@ class ShardExchange {
   // slot, or are dropped because the slot has another version by now.
   [[nodiscard]] Result<bool> pull_from(ReplicaIndex other, Deadline deadline);
 
-  // Pushing: the owner gives each of its gradients of the round once, and says when they are all given.
-  // push_given() sends the chunks of which all gradients are given. num_summed: microbatches of the round.
+  // give() takes one of this replica's gradients of the round; each is given once. push_given() sends the
+  // chunks whose gradients are all given. num_summed: the number of microbatches whose gradients are summed
+  // in the round.
   void give(std::size_t parameter_index, Gradient gradient) {
     pushes_.give(parameter_index, std::move(gradient));
   }
@@ -89,13 +90,13 @@ class ShardExchange {
   [[nodiscard]] Result<bool> push_given(std::int64_t num_summed, Deadline deadline) {
     return pushes_.send_complete(num_summed, deadline);
   }
-  // Sends the factors of the round to all others.
+  // Sends this replica's factors of the round to all other replicas.
   [[nodiscard]] Result<bool> push_factors(const std::vector<TensorView>& factors,
                                           const std::shared_ptr<void>& owner, std::int64_t num_summed,
                                           Deadline deadline);
-  // Keeps the round's gradients, which are all given and sent, for its update.
+  // Called when all gradients of the round are given and sent. Keeps the gradients for the round's update.
   void end_push(std::int64_t round, std::int64_t num_summed);
-  // Waits until the pushes of all but num_rounds_left rounds are sent.
+  // Waits until there are at most num_rounds_left rounds whose pushes are not all sent.
   [[nodiscard]] Result<bool> wait_for_pushes(std::int64_t num_rounds_left, Deadline deadline);
 
   // Releases gradients that are sent.
@@ -112,11 +113,11 @@ class ShardExchange {
   // Does wait_for_readers(), and lets the other owners' shards of the next version land in the slot.
   // Afterwards the caller may write the next version there.
   [[nodiscard]] Result<bool> begin_version(SlotIndex write_slot, Deadline deadline);
-  // Returns a chunk's gradients once all members have pushed them. Called once for each chunk in order,
-  // before or after begin_version().
+  // Returns a chunk's gradients once all replicas that have a minibatch in the round have pushed theirs.
+  // Called once for each chunk, in order, before or after begin_version().
   [[nodiscard]] Result<std::optional<ChunkGradients>> mean_of(std::int64_t chunk, int num_threads,
                                                               Deadline deadline);
-  // Sends the chunk of the new version from its place in the slot, where the caller has written it.
+  // Sends the chunk of the new version. The caller has written the chunk to its place in the slot.
   [[nodiscard]] Result<bool> publish(std::int64_t chunk, Deadline deadline);
   [[nodiscard]] Result<bool> end_version(Deadline deadline);
   // Notes that the slot now has the next version. An update of an asynchronous shard calls only this
@@ -128,13 +129,13 @@ class ShardExchange {
   [[nodiscard]] WeightVersion whole_version() const;
   [[nodiscard]] std::optional<SlotIndex> whole_slot() const { return slot_with(whole_version()); }
 
-  // For each version, the smallest and the largest number of gradients in the other owners' chunks of this
-  // version.
+  // By version: chunks from other owners may contain different numbers of gradients. The pair is the smallest
+  // and the largest number.
   using Contained = std::map<WeightVersion, std::pair<std::int64_t, std::int64_t>>;
   [[nodiscard]] const Contained& contained() const { return contained_; }
 
  private:
-  // The items that have come from a replica for the next round to be updated.
+  // The items that a replica has pushed for the round that is updated next.
   struct Pushed {
     std::int64_t num_summed = 0;  // microbatches
     std::optional<CarriedItem> factors;

@@ -76,7 +76,8 @@ Result<bool> ShardPushes::send(const Receiver& to, std::int64_t num_summed, Dead
   return carrier_.send(to.peer->push_to, item_, fields, owner, deadline);
 }
 
-// They are written only where they are not as in the round that had the slot before.
+// Returns the chunk's flags in the push slot. They are copied there only if they differ from the flags that
+// the slot has from an earlier round.
 TensorView ShardPushes::flags_of(const ExchangeChunk& chunk, std::size_t first_flag, bool feeds_back) {
   const std::span<std::byte> known = std::span(flags_[slot_index_]).subspan(first_flag, chunk.pieces.size());
   std::byte* const flags = slot() + layout_.flags_offset_bytes() + first_flag;

@@ -1,9 +1,10 @@
-// One replica's pushes: it sends its gradients of a round to the owners of the shards, chunk by chunk, in the
-// order in which the chunks travel. A chunk leaves as soon as all its gradients are given.
+// Sends ("pushes") one replica's gradients of a round to the owners of the shards. Each owner gets the chunks
+// of its shard in a fixed order. A chunk is sent as soon as all its gradients are given.
 //
-//   a gradient fills the chunk      it leaves from where it lies
-//   several gradients share it      it leaves from a copy in the round's push slot
-//   a gradient is missing           a flag says so; a chunk that it would fill leaves empty
+//   one gradient fills the chunk        the chunk is sent from the gradient's own memory
+//   several gradients share the chunk   they are copied to the round's push slot, and sent from there
+//   a gradient is missing               a flag says so; if it would fill the chunk, the chunk is sent empty
+//                                       (with the codec topk zeros are sent like a gradient)
 //
 // Owned by the stage's compute thread.
 #pragma once
@@ -22,8 +23,9 @@
 
 namespace pipedream {
 
-// The places in a push slot, in order: zeros for missing gradients if the codec adds to a gradient what it
-// left out of those before, the copies, and the flags of all chunks.
+// Divides a push slot into three areas, in this order: zeros, which are sent for missing gradients if the
+// codec is topk; the copies of chunks; the flags of all chunks. topk needs zeros, because it adds to every
+// gradient the values that it has not sent before.
 class PushLayout {
  public:
   explicit PushLayout(const Codec& codec) : codec_(codec) {}
@@ -33,7 +35,7 @@ class PushLayout {
     std::size_t first_flag = 0;             // position among all flags
   };
   Chunk add(const ExchangeShard& shard, const ExchangeChunk& chunk);
-  // Whether a missing gradient of the shard is sent as zeros.
+  // Whether a missing gradient of the shard is sent as zeros, as topk needs it.
   [[nodiscard]] bool feeds_back(const ExchangeShard& shard) const {
     return codec_for(codec_, shard.push_dtype).kind == CodecKind::kTopK;
   }
@@ -54,12 +56,13 @@ class ShardPushes {
   // Both outlive it.
   ShardPushes(const ExchangeSpec& spec, ItemCarrier& carrier);
 
-  // Gives the parameter's gradient of the round. One without data is missing.
+  // Gives the parameter's gradient of the round. A gradient without data counts as missing.
   void give(std::size_t parameter_index, Gradient gradient);
   [[nodiscard]] bool has(std::size_t parameter_index) const;
-  // Sends the chunks of which all gradients are given. num_summed: microbatches of the round.
+  // Sends the chunks whose gradients are all given. num_summed: the number of microbatches whose gradients
+  // are summed in the round.
   [[nodiscard]] Result<bool> send_complete(std::int64_t num_summed, Deadline deadline);
-  // Ends the round, whose chunks have all been sent, and returns its gradients by parameter.
+  // Ends the round, after all its chunks are sent, and returns the gradients by parameter.
   [[nodiscard]] std::vector<Gradient> end_round();
 
  private:

@@ -1,13 +1,14 @@
-// Records for each round of a shard which replicas' gradients have come for each chunk, and the version of
-// each chunk. It makes sure that every gradient is in exactly one update. It holds no tensors. Owned by the
+// Records the version of each chunk of a shard, and the replicas whose gradients for the chunk have come, by
+// round. It makes sure that every gradient is in exactly one update. It holds no tensors. Owned by the
 // stage's compute thread; not thread-safe.
 //
-// Round t makes version t + 1 of a chunk from version t. Its members are the replicas that have a minibatch
-// in it: all of them, except perhaps in the last round of a run.
+// Round t makes version t + 1 of a chunk from version t. Members are the replicas that have a minibatch in
+// the round: in the last round of a run perhaps not all, in other rounds all.
 //
-//   arrive(replica, t, chunk)    once for each member, in any order; also for rounds later than the chunk's
-//   is_complete(chunk, members)  whether all members' gradients have come for the chunk's round
-//   publish(chunk, members)      the update is done: the chunk is at the next version, and the round is over
+//   arrive(replica, t, chunk)    called once for each member, in any order; t may also be a later round than
+//                                the chunk's present round
+//   is_complete(chunk, members)  whether all members' gradients for the chunk's present round have come
+//   publish(chunk, members)      called after the update: ends the round, and the chunk has its next version
 #pragma once
 
 #include <cstddef>
@@ -32,8 +33,8 @@ class ShardRounds {
   // over or cannot have begun, or the same gradient has come before.
   [[nodiscard]] std::optional<Failure> arrive(ReplicaIndex replica, WeightVersion round, std::int64_t chunk);
   [[nodiscard]] bool is_complete(std::int64_t chunk, std::span<const ReplicaIndex> members) const;
-  // Returns the chunk's new version. Aborts when the round is not complete, or when a replica that is no
-  // member has sent a gradient: that gradient would be lost.
+  // Returns the chunk's new version. Aborts when the round is not complete. Aborts also when a replica that
+  // is no member has sent a gradient, because the gradient would be lost.
   WeightVersion publish(std::int64_t chunk, std::span<const ReplicaIndex> members);
   [[nodiscard]] WeightVersion version(std::int64_t chunk) const;
 

@@ -26,12 +26,12 @@ class ShardUpdates {
   // The most entries of order().
   static constexpr std::size_t kNumOrderedMax = std::size_t{1} << 20;
 
-  // first: the first round of every replica in this run. Earlier rounds count as applied, each with one
+  // first: the first round of every replica in this run. All earlier rounds count as applied, each with one
   // minibatch of each replica.
   ShardUpdates(std::int64_t num_replicas, std::int64_t num_parts, WeightVersion first);
 
   // Notes that this part of the replica's gradient is applied now. Returns a failure if the replica does not
-  // exist or the part is not the replica's next.
+  // exist, or if another part of the replica is due.
   [[nodiscard]] std::optional<Failure> apply(ReplicaIndex replica, WeightVersion round, std::int64_t part);
 
   // The round of the replica's next part.
