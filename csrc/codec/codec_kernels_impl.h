@@ -101,7 +101,7 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
 //     elements as are sent, and some more.
 //   2 residual += values, and every element above the bound is listed. If the list gets full, it keeps the
 //     num_chosen largest, and the bound rises to the smallest of these. Later elements that equal the bound
-//     are not chosen, because among equal ones the first are.
+//     are not chosen, because of equal elements the first ones are chosen.
 //   3 If the sample's bound was too high, fewer elements are listed than must be sent. Then all elements are
 //     listed again, without a bound.
 //   4 The list keeps the num_chosen largest. Its entries become their indices, and the values are written.
@@ -171,7 +171,7 @@ void for_each_entry(const List<Number>& list, const Visit& visit) {
   }
 }
 
-// For each byte, the places of its one bits, in order.
+// For each value of a byte: the positions of the bits that are 1, ascending.
 struct OnesOfBytes {
   std::uint8_t places[256][kGroupElements] = {};
 
@@ -232,8 +232,8 @@ void list_chunk(const Number* residual, std::size_t first, std::size_t count, Li
   list.part_ends[part] = static_cast<std::uint32_t>(end);
 }
 
-// Counts keys per bucket. Consecutive keys are counted in different counters, so that equal keys do not wait
-// for each other's addition.
+// Counts keys per bucket. Each bucket has several counters, which are used in turn, so that the addition for
+// a key need not wait for that of an equal key before it.
 struct Histogram {
   static constexpr std::size_t kNumCounters = 4;
   std::uint32_t counts[kNumCounters][kTopKBuckets + 1] = {};  // the last one: of keys in no bucket
@@ -347,8 +347,9 @@ void list_all(const TopKEncode<T>& work, bool is_added, List<NumberOf<T>>& list)
   }
 }
 
-// Returns a bound with almost surely num_chosen elements above it, and not many more. It is chosen so that
-// the sample has more elements above the bound than num_chosen would let expect, by four standard deviations.
+// Returns a bound with almost surely num_chosen elements above it, and not many more. About num_expected of
+// the num_chosen largest elements are in the sample. The bound leaves four standard deviations more of the
+// sample's elements above it.
 template <class T>
 KeyBound<NumberOf<T>> sampled_bound(const TopKEncode<T>& work) {
   using Layout = FloatLayout<NumberOf<T>>;

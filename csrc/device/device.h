@@ -56,7 +56,8 @@ class Stream {
   Stream& operator=(const Stream&) = delete;
   virtual ~Stream() = default;
 
-  // Both ranges stay valid and unchanged until the copy is done; they do not overlap.
+  // Both ranges must stay valid, and nothing else may write to them, until the copy is done. The ranges do
+  // not overlap.
   virtual void copy(void* to, const void* from, std::size_t num_bytes) = 0;
   virtual void record(Event& event) = 0;
   // Work enqueued after this starts only when the event is done. The CPU does not wait.
@@ -91,9 +92,10 @@ class Memory {
   [[nodiscard]] virtual std::size_t size_bytes() const = 0;
 };
 
-// Device memory that other processes of this host can map, to write into it. Its maker frees it last.
 inline constexpr std::size_t kMemoryHandleBytesMax = 256;
 
+// Device memory that other processes of this host can map, to write into it. Destroy it only after they have
+// unmapped it.
 class ExportedMemory : public Memory {
  public:
   // The handle that Device::import_memory() takes: any bytes, kMemoryHandleBytesMax at most.
@@ -121,9 +123,9 @@ class Device {
   [[nodiscard]] virtual std::string name() const = 0;  // "host", "cuda:0 NVIDIA H100"
 
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
-  // A stream that may be shared by all callers with the same use. A device runs few streams at once. Work on
-  // further streams waits for each other at random. On a shared stream work waits only for work enqueued
-  // earlier, and never for a thread.
+  // A stream that may be shared by all callers with the same use. A device runs few streams at once; with
+  // more streams, work waits for work of other streams at random. On a shared stream work waits only for work
+  // enqueued earlier, and never for a thread.
   [[nodiscard]] virtual std::unique_ptr<Stream> make_copy_stream(CopyUse /*use*/) { return make_stream(); }
   [[nodiscard]] virtual std::unique_ptr<Event> make_event() = 0;
   // Wraps a stream that the caller's framework computes on (a cudaStream_t as an integer). On the host the
@@ -141,16 +143,16 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<HostRegistration> register_host_memory(std::byte* data,
                                                                                std::size_t num_bytes) = 0;
 
-  // Throws DeviceError if earlier work has failed. Such an error may silently drop enqueued work and
-  // functions of call(), so a thread that waits for them must call check() now and then. Does not wait. Never
-  // throws on the host backend.
+  // Throws DeviceError if earlier work has failed. After an error, enqueued work and functions of call() may
+  // never run. So a thread that waits for them must call check() now and then. Does not wait. Never throws on
+  // the host backend.
   virtual void check() {}
   // Blocks the calling CPU thread until the device has done all work that this process has enqueued on any
   // stream, including the framework's streams. Does nothing on the host backend, where the framework enqueues
   // nothing.
   virtual void synchronize() {}
 
-  // True when the CPU, and so the wire, can read device memory: then nothing is staged.
+  // Whether the CPU, and so the wire, can read device memory. If so, nothing is staged.
   [[nodiscard]] virtual bool device_memory_is_host_memory() const = 0;
 
   // Allocates zeroed device memory that other processes can map. Null if that is not possible; *why then gets
@@ -159,8 +161,8 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
                                                                       std::string* why = nullptr);
   // Maps memory that a device of this kind has exported in any process of this host. This device's streams
-  // can copy from and to it. Must be destroyed before its maker frees the memory. The handle is not checked,
-  // so it must come from a trusted process. Null, with the reason, if the memory cannot be mapped.
+  // can copy from and to it. Destroy the result before the exporter frees the memory. The handle is not
+  // checked, so it must come from a trusted process. Null, with the reason, if the memory cannot be mapped.
   [[nodiscard]] virtual std::unique_ptr<Memory> import_memory(const std::string& handle,
                                                               std::size_t num_bytes,
                                                               std::string* why = nullptr);

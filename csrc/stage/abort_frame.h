@@ -11,7 +11,7 @@ namespace pipedream {
 
 inline constexpr std::size_t kAbortTextBytesMax = 1024;
 
-// Cuts the text to kAbortTextBytesMax bytes, but never inside a UTF-8 character.
+// Sends the reason, cut to at most kAbortTextBytesMax bytes, but never inside a UTF-8 character.
 void send_abort(Link& link, const std::string& why);
 
 }  // namespace pipedream

@@ -189,7 +189,8 @@ Result<bool> StageEngine::transfer_between_replicas(const Instruction& instructi
     const Result<bool> is_there =
         instruction.edge.kind == EdgeKind::kPull
             ? exchange_->pull_from(other, deadline)
-            // begin_update(): the slot of the update that takes the gradient. Nobody reads it before that.
+            // begin_update() returns the slot that the gradient's update will write. Nobody reads this slot
+            // any more.
             : exchange_->begin_push_from(other, part.rounds.round_of(instruction.minibatch),
                                          part.stage_part.slots->begin_update(), deadline);
     if (!is_there || !is_there.value()) return is_there;
@@ -209,7 +210,7 @@ Result<bool> StageEngine::transfer_between_replicas(const Instruction& instructi
 
 void StageEngine::collect_released() {
   std::erase_if(sending_, [](SendChannel* channel) {
-    // The number is read before the collection, so that the collection surely covers all items.
+    // The number is read first. If it is 0, the collection surely destroys the keep_alives of all items.
     const bool all_have_left = channel->num_unreleased() == 0;
     channel->collect_released();
     return all_have_left;
@@ -289,9 +290,9 @@ Result<bool> StageEngine::wait_to_evaluate(Deadline deadline) {
   return target == nullptr ? Result<bool>(true) : wait_for_room(*target, deadline);
 }
 
-// Whether the stage upstream evaluates before this forward. If it may, waits for the forward's activation or
-// for an item to evaluate. True: an item to evaluate came first, and the evaluation is next. False: the
-// caller goes on with receive(), which finds the activation or waits for it.
+// Whether the stage upstream evaluates before this forward. If an evaluation is possible, waits for the
+// forward's activation or for an item to evaluate. True: an item to evaluate came first, and the evaluation
+// is next. False: the caller calls receive(), which finds the activation or waits for it.
 bool StageEngine::begins_evaluation(const ReceiveChannel& source, Deadline deadline) {
   if (doing_.edge.kind != EdgeKind::kActivation || !cursor_.may_evaluate_first()) return false;
   const ReceiveChannel* const evaluations = part_of(doing_.stage).evaluations;
@@ -422,7 +423,7 @@ std::optional<SlotIndex> StageEngine::release_version() {
 }
 
 // Whether a forward that is not handed out yet reads the version. Forwards of a later run that continues this
-// one count.
+// run count too.
 bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) const {
   const std::int64_t number = part.rounds.own_number(part.replica, part.num_forwards);
   return version >= part.rule.oldest_from(number);

@@ -7,17 +7,17 @@
 //   next_work() -> BACKWARD  minibatch 1, read slot 1, gradient tensors  compute, complete(gradients)
 //   next_work() -> UPDATE    minibatch 1, read slot 1, write slot 2      step, complete()
 //   next_work() -> EVALUATE  boundary 4, read slot 2, input tensors      compute, complete(outputs)
-//   next_work() -> RECV      edge, minibatch 1, tensors                  take them in, complete()
+//   next_work() -> RECV      edge, minibatch 1, tensors                  use the tensors, complete()
 //   next_work() -> SEND      edge, minibatch 1                           complete(tensors)
-//   next_work() -> SEND      push, minibatch 1                           push it to all, complete()
-//   next_work() -> DONE      there were num_minibatches
+//   next_work() -> SEND      push, minibatch 1                           push to all owners, complete()
+//   next_work() -> DONE      the run had num_minibatches
 //
 // The program (transfers.h) says which transfers happen when. Activations and gradients arrive with the work
 // item that needs them and leave with the one that made them. Transfers of tied parameters and norms are work
 // items of their own, SEND and RECV. Transfers between replicas are done by the worker's ShardExchange; only
-// the first SEND of a round's pushes is a work item, and it stands for all of them. A worker has one stage,
-// or several with an interleaved schedule; each work item names its stage. The compute thread owns the engine
-// and makes every call, unless a function says otherwise.
+// the first SEND of a round's pushes is a work item, which stands for all pushes of the round. A worker has
+// one stage, or several with an interleaved schedule; each work item names its stage. The compute thread owns
+// the engine and makes every call, unless a function says otherwise.
 #pragma once
 
 #include <array>
@@ -54,8 +54,8 @@ struct WorkItem {
   SlotIndex write_slot;         // kUpdate
   Edge edge;                    // kSend, kRecv
   bool on_device = true;        // the item's tensors are in device memory
-  // The received item that the opcode needs. Absent if the opcode needs none, as the first stage's forward.
-  // For kRecv it is the edge's item; absent if the edge has no channel.
+  // The received item that the opcode needs. Absent if the opcode needs none, as in the first stage's
+  // forward. kRecv needs the edge's item; it is absent if the edge has no channel.
   std::optional<ReceivedItem> received;
   std::int64_t num_minibatches = 0;  // when all is done, like end_events
   std::uint8_t end_events = 0;       // due at the end (ItemFields::boundary_events)
@@ -118,16 +118,16 @@ class StageEngine {
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns) { times_.add_compute(began_ns, ended_ns); }
   // Requests an evaluation of the weights before this minibatch. Called at replica 0 of every stage, during
   // the first FORWARD of the minibatch or when all is done. Then EVALUATEs come at their place in the
-  // program. An EVALUATE that is completed with is_end_of_data is the stage's last, and the stage downstream
-  // is told so.
+  // program. Complete the last EVALUATE with is_end_of_data; the stage downstream then knows that no other
+  // follows.
   void begin_evaluation(MinibatchId boundary);
   // Evaluates the weights before the current FORWARD, which is not completed but handed out again afterwards.
   // Allowed at the first stage of a schedule that drains, during the FORWARD of the first microbatch of a
   // round.
   void evaluate_first();
-  // Says that the run has num_minibatches minibatches. Called at the first stage instead of completing the
-  // FORWARD of the replica's first microbatch of a minibatch, when that minibatch does not exist. events: the
-  // events due at the end of the run.
+  // Says that the run has num_minibatches minibatches. Called at the first stage when the engine hands out
+  // the first FORWARD of a minibatch that does not exist. This FORWARD is not completed. events: the events
+  // due at the end of the run.
   void end_of_data(std::int64_t num_minibatches, std::uint8_t events = 0);
   // The number of minibatches of the run, once it is known here.
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return cursor_.num_minibatches(); }

@@ -176,8 +176,8 @@ Result<std::optional<WorkItem>> Worker::next_work(Deadline deadline) {
   return work;
 }
 
-// Asks the device for an error. Called after a wait in vain, because the awaited item may be lost in a
-// failure of this worker's device.
+// Asks the device for an error. Called when a wait has ended without an item, because a failure of this
+// worker's device may have lost the awaited item.
 std::optional<Failure> Worker::device_failure() try {
   device_->check();
   return std::nullopt;

@@ -8,7 +8,7 @@
 // between the two has places_on_device.
 //
 // The compute thread owns the worker and makes every call. Only abort(), pulse(), fail() and stop_serving()
-// may come from any thread. One more thread may serve requests at any time: it calls receive_any(), and
+// may be called from any thread. One more thread may serve requests at any time: it calls receive_any(), and
 // send_item() on channels that the compute thread leaves to it.
 #pragma once
 
@@ -51,14 +51,15 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // An offer of device memory, valid until seal(). Workers that will send to this worker use the offer to try
-  // whether they can write into its device memory. Empty, with the reason in `why`, if the device cannot
+  // An offer of device memory, valid until seal(). Workers that will send to this worker use the offer to
+  // test whether they can write into its device memory. Empty, with the reason in `why`, if the device cannot
   // share memory.
   [[nodiscard]] std::string offer_device_memory(std::string* why = nullptr);
   // The reason why this worker cannot write into the memory of the offer; empty if it can.
   [[nodiscard]] std::string why_out_of_reach(const std::string& offer);
 
-  // These three functions are called before seal(). They throw UserError for a name that is taken.
+  // add_receive_channel(), add_send_channel() and add_term() are called before seal(). They throw UserError
+  // for a name that is taken.
   void add_receive_channel(const ChannelSpec& spec);
   void add_send_channel(const ChannelSpec& spec);
   // is_posted_into: whether items of some channels land in this term, so that other workers of this host must
@@ -70,7 +71,8 @@ class Worker {
   [[nodiscard]] std::map<std::string, std::string> listen();
   // endpoints: one for every send channel, by name. Throws a UserError that names a missing one.
   void connect(const std::map<std::string, std::string>& endpoints);
-  // True when all channels are open. False at the deadline; channels_not_open() then names the others.
+  // True when all channels are open. False at the deadline; then channels_not_open() returns the names of the
+  // channels that are not open.
   [[nodiscard]] Result<bool> wait_open(Deadline deadline);
   [[nodiscard]] std::vector<std::string> channels_not_open() const;
 
@@ -97,14 +99,15 @@ class Worker {
   // DeviceError with the position in the program.
   [[nodiscard]] std::unique_ptr<Event> record_compute();
 
-  // Sends an item outside the schedule, such as weights or results, strictly in order. The item's minibatch
-  // is its number. False if there was no room until the deadline.
+  // Sends an item outside the schedule, such as weights or results, strictly in order. In place of a
+  // minibatch, an item has its number among the channel's items. False if there was no room until the
+  // deadline.
   [[nodiscard]] Result<bool> send_item(const std::string& channel, const ItemFields& fields,
                                        const std::vector<TensorView>& tensors,
                                        std::shared_ptr<void> keep_alive, Deadline deadline);
   void send_end(const std::string& channel);
-  // Waits until at most num_left_max items of send_item() are unsent. Then the memory of all sent items may
-  // change. False at the deadline.
+  // Waits until at most num_left_max items of send_item() are unsent. The memory of the sent items may change
+  // then. False at the deadline.
   [[nodiscard]] Result<bool> wait_until_sent(const std::string& channel, std::size_t num_left_max,
                                              Deadline deadline);
   // Destroys the keep_alives of items that are sent.

@@ -28,7 +28,7 @@ void Worker::check_spec(const ChannelSpec& spec) const {
                     "; only items on the device can be encoded");
   }
   if (!spec.places_on_device) return;
-  // The caller has made sure at both ends that this is possible.
+  // The caller has tested at both ends that the sender can write into the receiver's device memory.
   PD_CHECK(spec.on_device && !WireLayout(spec.item, spec.codec).encodes(), spec.name);
   PD_CHECK(shares_memory(), spec.name);
 }
@@ -57,8 +57,8 @@ LinkIdentity Worker::identity(std::uint32_t channel_id) const {
   return {options_.run_id, options_.incarnation, channel_id};
 }
 
-// Both ends compute this from the plan and do not read it from the endpoint, because strangers may write
-// endpoints.
+// How the channel uses shared memory. Both ends compute it from the plan and do not read it from the
+// endpoint, because strangers may write endpoints.
 SharedMemoryUse Worker::shared_use(const ChannelSpec& spec) const {
   return {identity(spec.channel_id), WireLayout(spec.item, spec.codec).slot_bytes()};
 }
@@ -147,7 +147,7 @@ ChannelOptions Worker::channel_options(const ChannelSpec& spec) const {
 
 // Opens the receiver's memory for the sender. If host memory cannot be opened, the receiver is on another
 // host, or the address belongs to something else, and the wire carries the bytes. Device memory must open,
-// because there is no plan for another way.
+// because the plan has no staging memory for the wire.
 void Worker::place(Sender& sender, const std::string& address) const {
   const ChannelSpec& spec = sender.spec;
   std::string why;

@@ -41,8 +41,8 @@ struct WorkerOptions {
   // Returns the stream on which the framework computes on the calling thread, if it can tell. Any thread.
   std::function<std::uintptr_t()> current_stream;
   std::vector<int> own_cpus;  // preferred CPUs of the compute thread; see cpu_share.h
-  // Stages items through pinned memory even if the wire can read device memory. With it tests run, on the
-  // host, the code for asynchronous devices.
+  // Stages items through pinned memory even if the wire can read device memory. Tests use it to run the code
+  // for asynchronous devices on the host.
   bool force_staging = false;
 };
 

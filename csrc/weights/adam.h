@@ -48,8 +48,8 @@ struct AdamTensor {
   void* master = nullptr;          // for bfloat16 alone
 };
 
-// Throws UserError, as torch.optim.Adam does, for a negative or not finite lr, eps, weight_decay,
-// momentum_decay and a beta outside [0, 1).
+// Throws UserError, as torch.optim.Adam does, if lr, eps, weight_decay or momentum_decay is negative or not
+// finite, or if a beta is outside [0, 1).
 void check_adam_options(const AdamOptions& options);
 
 // step: 1 for the first step. The other arguments are those of sgd_step_host and sgd_step_cuda (sgd.h).

@@ -37,8 +37,8 @@ struct SgdTensor {
   void* master = nullptr;
 };
 
-// Throws UserError, as torch.optim.SGD does, for a negative or not finite lr, momentum, weight_decay, a
-// dampening that is not finite, and nesterov without momentum or with dampening.
+// Throws UserError, as torch.optim.SGD does, if lr, momentum or weight_decay is negative or not finite, if
+// dampening is not finite, and for nesterov without momentum or with dampening.
 void check_sgd_options(const SgdOptions& options);
 
 // Does a step. dtype: kFloat32, kFloat64 or kBFloat16. gradient_scale multiplies the gradients first, so that
@@ -47,9 +47,9 @@ void check_sgd_options(const SgdOptions& options);
 void sgd_step_host(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors,
                    bool first_step, double gradient_scale = 1, int num_threads = 1);
 
-// Does the same step in device memory. It is enqueued on the stream (a cudaStream_t as an integer) of the
-// current device. The tensors' memory stays valid until the stream is done. Throws UserError without CUDA,
-// DeviceError when the device refuses.
+// Does a step as sgd_step_host() does, in device memory. The step is enqueued on the stream (a cudaStream_t
+// as an integer) of the current device. The tensors' memory stays valid until the stream is done. Throws
+// UserError without CUDA, DeviceError when the device refuses.
 void sgd_step_cuda(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors,
                    bool first_step, double gradient_scale, std::uintptr_t stream);
 

@@ -17,7 +17,8 @@ namespace pipedream {
 // is false.
 void check_number(const char* name, double value, bool may_be_negative);
 
-// These functions abort unless the tensors have every pointer that the options need.
+// check_sgd_tensors() and check_adam_tensors() abort unless the tensors have every pointer that the options
+// need.
 void check_sgd_tensors(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors);
 void check_adam_tensors(const AdamOptions& options, DType dtype, std::span<const AdamTensor> tensors,
                         std::int64_t step);

@@ -33,8 +33,8 @@ class VersionSlots {
   [[nodiscard]] std::int64_t num_readers(WeightVersion version) const;
 
   // The slot for version newest()+1: the slot without readers that has the oldest version. That version stays
-  // readable until publish(). Only if there is a single slot, this is the slot of the newest version, which
-  // is then updated in place. Aborts when no slot is free: the program is wrong.
+  // readable until publish(). If there is only one slot, begin_update() returns it, and the newest version is
+  // updated in place. Aborts when no slot is free: the program is wrong.
   [[nodiscard]] SlotIndex begin_update() const;
   // The write is complete: newest() becomes newest()+1, held in the slot.
   void publish(SlotIndex slot);

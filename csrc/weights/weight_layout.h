@@ -16,7 +16,8 @@ struct ParameterSpec {
   std::int64_t num_elements = 0;
 };
 
-// Parameters have the alignment that a separate allocation of each would have, for kernels and BLAS.
+// The alignment of each parameter in bytes. A separate allocation of the parameter would have the same
+// alignment; kernels and BLAS may rely on it.
 inline constexpr std::size_t kParameterAlignment = 64;
 
 class WeightLayout {

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     values[num_elements - 1] = static_cast<T>(Format::decode(encoded[num_elements - 1]));
 }
 
-// ---- int8: a warp per block, four neighbours a lane, twice ----
+// ---- int8: one warp per block; each lane takes four neighbouring elements, twice ----
 
 constexpr unsigned kLaneElements = 4;
 constexpr unsigned kRowElements = kWarpThreads * kLaneElements;
@@ -239,8 +239,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// The elements of one part of the tensor, the same in both kernels that work by parts. One block has one
-// part.
+// The range of elements in one part of the tensor. Both kernels that work by parts use the same parts, with
+// one block for each part.
 struct Part {
   std::size_t first;
   std::size_t end;
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   scratch->num_equal[blockIdx.x] = num_equal;
 }
 
-// The number of keys above the last chosen key, and equal to it.
+// The number of keys above the last chosen key, and the number of keys equal to it.
 struct PartSums {
   std::uint32_t num_above;
   std::uint32_t num_equal;
@@ -304,8 +304,9 @@ __device__ PartSums sums_before_part(const TopKScratch* scratch) {
   return {num_above, num_equal};
 }
 
-// The number of threads in the block before this one with `yes`. Adds the number for the whole block to
-// *total. warp_sums has kBlockWarps places; a barrier must come before it is used again.
+// Returns how many of the block's threads before this thread have `yes`. Adds the number of all threads with
+// `yes` in the block to *total. warp_sums has kBlockWarps places; a barrier must come before warp_sums is
+// used again.
 __device__ std::uint32_t count_before_thread(bool yes, std::uint32_t* warp_sums, std::uint32_t* total) {
   const unsigned lane = threadIdx.x % kWarpThreads;
   const unsigned warp = threadIdx.x / kWarpThreads;
@@ -355,8 +356,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     } else if (!is_finite_key<Number>(key)) {
       work.residual[i] = Number(0);
     }
-    // The two arrays of sums are used in turn, so the barrier in the count with one array separates two uses
-    // of the other array.
+    // The two arrays of sums are used in turn. The barrier inside each count also separates two uses of the
+    // other array.
   }
 }
 

@@ -10,7 +10,8 @@
 
 namespace pipedream {
 
-// topk cuts a tensor into at most so many parts, in order. Each part counts and gathers its own elements.
+// The most parts into which topk cuts a tensor. For each part the elements are counted and gathered
+// separately.
 constexpr std::size_t kTopKPartsMax = 1024;
 
 // The bucket of keys among which topk still has to choose after some digits: all keys whose digits so far are
@@ -35,8 +36,8 @@ struct TopKScratch {
 // Loads all kernels; see cuda_launch.h.
 int load_codec_kernels();
 
-// These functions do the same as the host's functions. They are defined for T = float and double; those of
-// int8 and topk also for BFloat16 and Float16. num_elements must not be 0.
+// These functions do on the device what the codecs' host functions do. They are defined for T = float and
+// double; those of int8 and topk also for BFloat16 and Float16. num_elements must not be 0.
 template <class T>
 int launch_encode_bfloat16(std::size_t num_elements, const T* values, std::uint16_t* encoded,
                            std::uintptr_t stream);

@@ -2,8 +2,8 @@
 // builds it.
 //
 // The caller's framework sees no change of the current device, and its captures go on (cuda_calls.h). Streams
-// are non-blocking, so nothing here waits for the legacy default stream unless the caller wraps that. The
-// runtime is linked statically. It shares the driver's primary context with every other runtime of the
+// are non-blocking, so nothing here waits for the legacy default stream unless the caller wraps that stream.
+// The runtime is linked statically. It shares the driver's primary context with every other runtime of the
 // process, for instance torch's, so both can use the same streams, events and pointers.
 #include <cuda_runtime_api.h>
 
@@ -107,8 +107,8 @@ OurEvent& on_cuda(AnyEvent& event) {
 }
 
 // The host functions that are enqueued on a stream. After an error of the context the driver starts no more
-// functions, and does not wait for a function that runs. end() waits for that function, because the caller
-// may free the memory that it uses once synchronize() has thrown.
+// functions, and does not wait for the function that runs. end() waits for it, because the caller may free
+// the function's memory once synchronize() has thrown.
 class HostCalls : public std::enable_shared_from_this<HostCalls> {
  public:
   // The driver has the pointer until it calls run(), which frees the Call.

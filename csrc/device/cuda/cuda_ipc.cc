@@ -1,6 +1,6 @@
 // Shares device memory by cudaIpcGetMemHandle and cudaIpcOpenMemHandle. If CUDA refuses, the functions return
 // null and the reason and do not throw, because the bytes can travel in other ways. CUDA does not open a
-// handle in the process that made it. There the maker's pointer is used instead.
+// handle in the process that made it. In that process the maker's pointer is used instead.
 #include "device/cuda/cuda_ipc.h"
 
 #include <cuda_runtime_api.h>

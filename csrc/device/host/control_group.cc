@@ -37,7 +37,8 @@ bool names_memory(const std::string& comma_separated) {
   return false;
 }
 
-// "36 35 98:0 /group /mount/point rw,relatime [optional ...] - cgroup source rw,memory"
+// Reads lines of this form: "36 35 98:0 /group /mount/point rw,relatime [optional ...] - cgroup source
+// rw,memory"
 std::vector<Hierarchy> mounted_hierarchies(const std::string& root) {
   std::vector<Hierarchy> found;
   std::ifstream mountinfo(root + "/proc/self/mountinfo");
@@ -59,7 +60,8 @@ std::vector<Hierarchy> mounted_hierarchies(const std::string& root) {
   return found;
 }
 
-// The process's group in a hierarchy: "4:memory:/group" in version 1, "0::/group" in version 2.
+// Returns the process's group in a hierarchy. The file's line is "4:memory:/group" in version 1 and
+// "0::/group" in version 2.
 std::optional<std::string> own_group(const std::string& root, const Version* version) {
   std::ifstream groups(root + "/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
@@ -73,7 +75,7 @@ std::optional<std::string> own_group(const std::string& root, const Version* ver
   return std::nullopt;
 }
 
-// The number in the file. The largest size if the file has "max" or does not exist.
+// Returns the number in the file, or the largest size if the file has "max" or does not exist.
 std::size_t number_in(const std::filesystem::path& path) {
   std::ifstream file(path);
   std::size_t number = 0;

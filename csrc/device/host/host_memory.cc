@@ -79,8 +79,8 @@ bool touch_pages(std::byte* data, std::size_t num_bytes) {
   (void)::madvise(data, num_bytes, MADV_HUGEPAGE);
   if (::madvise(data, num_bytes, kMadvPopulateWrite) == 0) return true;
   if (errno == ENOMEM || errno == EFAULT) return false;
-  // A kernel before 5.14 does not know the second advice. Touches each page by an atomic addition of 0,
-  // because another process may write there already.
+  // A kernel before 5.14 does not know kMadvPopulateWrite. Then each page is touched by an atomic addition of
+  // 0, because another process may write there already.
   const std::size_t page = page_bytes();
   for (std::size_t offset = 0; offset < num_bytes; offset += page) {
     reinterpret_cast<std::atomic<std::uint8_t>*>(data + offset)->fetch_add(0, std::memory_order_relaxed);
@@ -100,8 +100,8 @@ std::size_t host_memory_available_bytes() {
 
 HostMemory::HostMemory(std::size_t num_bytes, const std::string& what) : size_bytes_(num_bytes) {
   PD_CHECK(num_bytes > 0, "0 bytes of " << what);
-  // Checked first, because a kernel that overcommits would accept the mapping now and kill the process when
-  // it touches the pages.
+  // The available memory is checked first, because a kernel that overcommits would accept the mapping now and
+  // kill the process when it touches the pages.
   const std::size_t available_bytes = host_memory_available_bytes();
   if (num_bytes > available_bytes) {
     throw_not_enough_memory(num_bytes, what, format_bytes(available_bytes) + " are available");

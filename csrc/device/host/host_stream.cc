@@ -72,7 +72,7 @@ void HostStream::copy(void* to, const void* from, std::size_t num_bytes) {
 void HostStream::record(Event& event) {
   const std::shared_ptr<HostEventState>& state = state_of(event);
   const std::uint64_t record = state->begin_record();
-  // Nothing is pending, so everything before this record is done: no need to wake the thread for it.
+  // Nothing is pending, so everything before this record is done. The stream's thread need not be woken.
   if (idle()) {
     state->complete(record);
   } else {
@@ -101,7 +101,8 @@ void HostStream::enqueue(Operation operation) {
 }
 
 bool HostStream::idle() const {
-  // Read in this order, work that is enqueued in between can only make the answer false.
+  // The two counts are read in this order, so that work enqueued between the reads can only make the answer
+  // false.
   const std::uint64_t num_enqueued = num_enqueued_.load(std::memory_order_relaxed);
   return num_done_.load(std::memory_order_acquire) >= num_enqueued;
 }

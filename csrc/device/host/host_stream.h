@@ -84,7 +84,8 @@ class HostStream final : public Stream {
   void run_operations();
 
   BoundedQueue<Operation> operations_;
-  // Operations, counted before they are pushed and after they are run. If both are equal, none is pending.
+  // The numbers of operations that are pushed, counted just before, and that have run. If the two are equal,
+  // no operation is pending.
   std::atomic<std::uint64_t> num_enqueued_ = 0;
   std::atomic<std::uint64_t> num_done_ = 0;
   std::thread thread_;  // last: it uses the members above
