@@ -1,6 +1,6 @@
 // A BoundedQueue is a bounded blocking FIFO between any number of producer and consumer threads. A mutex
-// guards all members. Only the constructor allocates. close() wakes every waiter. After it push() refuses
-// items, and pop() returns the remaining items and then nothing.
+// guards all members. Only the constructor allocates. close() wakes every waiter. After close(), push()
+// refuses items, and pop() returns the remaining items and then nothing.
 #pragma once
 
 #include <condition_variable>

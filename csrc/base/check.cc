@@ -7,7 +7,7 @@
 namespace pipedream {
 
 void check_failed(const char* file, int line, const char* condition, const std::string& values) {
-  // Writes the line at once, because several workers may share a terminal.
+  // The line is written by one call, because several workers may share a terminal.
   const std::string message = std::string(file) + ":" + std::to_string(line) +
                               ": check failed: " + condition + " (" + values +
                               "). This is a bug in pipedream.\n";

@@ -110,7 +110,7 @@ PD_ELEMENT float from_bfloat16(std::uint16_t bits) {
   return from_bits<float>(static_cast<std::uint32_t>(bits) << 16);
 }
 
-// float16: 5 bits of exponent with bias 15, 10 of mantissa.
+// Rounds to float16, which has 5 bits of exponent (with bias 15) and 10 bits of mantissa.
 PD_ELEMENT std::uint16_t to_float16(float value) {
   constexpr std::int32_t kSmallestNormal = 0x38800000;  // 2^-14
   constexpr std::int32_t kBeyond = 0x47800000;          // 2^16, infinite in float16

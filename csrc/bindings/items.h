@@ -16,7 +16,8 @@
 
 namespace pipedream {
 
-// Owns a received item whose tensors Python borrows, and keeps the item's pool alive until then.
+// Owns a received item whose tensors Python borrows, and keeps the item's pool alive until the item is
+// released.
 struct ItemHolder {
   std::shared_ptr<Pool> pool;
   ReceivedItem item;

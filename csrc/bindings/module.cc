@@ -1,5 +1,5 @@
-// Defines the extension module pipedream._core. Each subsystem has its own file; this file calls them and
-// translates errors.
+// Defines the extension module pipedream._core. Each subsystem is bound in a file of its own. This file calls
+// the functions that bind them, and translates errors.
 #include <pybind11/pybind11.h>
 
 #include "base/failure.h"

@@ -23,7 +23,7 @@ namespace py = pybind11;
 
 namespace {
 
-// The process's arena, set before torch gets the allocator. The last one is never destroyed, because torch
+// The process's arena, set before torch gets the allocator. The last arena is never destroyed, because torch
 // may free segments while the process exits.
 pipedream::SegmentArena* g_arena = nullptr;
 

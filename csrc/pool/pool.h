@@ -44,15 +44,17 @@ struct PoolTerm {
 inline constexpr std::size_t kSlotAlignment = 256;
 inline constexpr std::int64_t kNumSlotsMax = 65535;  // of one term
 
-// The distance between two slots of slot_bytes. A process that shares a term's memory finds the slots by it.
+// The distance in bytes between two slots of slot_bytes. With it a process that shares a term's memory finds
+// the slots.
 [[nodiscard]] constexpr std::size_t slot_stride_bytes(std::size_t slot_bytes) {
   return (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
 
 inline constexpr std::byte kPoisonByte{0xFF};
 
-// Whether $PIPEDREAM_POISON is 1 and not 0. If it is not set, true in debug builds (CMAKE_BUILD_TYPE=Debug)
-// and false in others. Throws UserError for another value.
+// Whether free slots are poisoned: true if $PIPEDREAM_POISON is 1, false if it is 0. If the variable is not
+// set: true in debug builds (CMAKE_BUILD_TYPE=Debug), false in other builds. Throws UserError for another
+// value.
 [[nodiscard]] bool poison_by_default();
 
 class SlotGroup;

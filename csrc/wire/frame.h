@@ -63,8 +63,8 @@ struct FrameHeader {
   DType dtype = DType::kUInt8;
   std::uint8_t num_dims = 0;
   std::array<std::int64_t, kNumDimsMax> shape{};
-  // In a CREDIT of a posted place, which grants one slot, these are the place's bytes and its offset in the
-  // shared memory.
+  // If a CREDIT grants a posted place, tensor_bytes is the size of the place and chunk_offset its offset in
+  // the shared memory. Such a CREDIT grants one slot.
   std::uint64_t tensor_bytes = 0;
   std::uint64_t chunk_offset = 0;
   std::uint64_t payload_bytes = 0;
@@ -106,8 +106,8 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 //     TENSOR has_last_slot.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
-// Checks the rules of decode() that concern single fields. A link checks each header before it sends it,
-// because a header that the peer would refuse is our bug.
+// Checks the rules of decode() that concern single fields. A link checks each header before the header is
+// sent, because a header that the peer would refuse is our bug.
 [[nodiscard]] std::optional<Failure> find_violation(const FrameHeader& header);
 
 // CRC-32C (Castagnoli). Uses the processor's instruction for it, if there is one.
