@@ -113,7 +113,7 @@ class Build:
         self._ninja = str(beside) if beside.exists() else "ninja"
 
     def command_of(self, target: str) -> list[str]:
-        """Returns the last of the commands that make the target."""
+        """Returns the last command with which the build makes the target."""
         said = subprocess.run(
             [self._ninja, "-C", str(self.folder), "-t", "commands", "-s", target],
             check=True,

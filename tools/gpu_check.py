@@ -59,7 +59,7 @@ _CPP_SUITES = (
 
 @dataclass(frozen=True)
 class Step:
-    """One command. It runs if all steps in `needs` have passed."""
+    """One command of a group. It runs if all steps in `needs` have passed."""
 
     name: str
     command: Sequence[str]
@@ -116,7 +116,7 @@ def core_steps() -> list[Step]:
     tests = CPP / "tests" / "cpp"
     for suite, target in zip(_CPP_SUITES, targets, strict=True):
         steps.append(Step(f"test-{suite}", (str(tests / target), "--gtest_brief=1"), ("build",), limit_s=120))
-    # The sanitizer can find nothing in tests that use a stand-in for a device, or that fork.
+    # The sanitizer runs only the CUDA cases: where a stand-in replaces the device it could find nothing.
     on_gpu = "--gtest_filter=*cuda*:*Cuda*"
     sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
     for suite, target in zip(_CPP_SUITES, targets, strict=True):
@@ -134,8 +134,8 @@ def training_steps() -> list[Step]:
         return Step(name, (*pytest, *arguments), ("install",), {**on_gpu, **environment})
 
     return [
-        # The name of a case has the number of stages in second place. "auto" is CUDA IPC; "shm" and "tcp" are
-        # staged.
+        # The second part of a case's name is the number of stages. The transport "auto" uses CUDA IPC; "shm"
+        # and "tcp" stage items in host memory.
         step("pairs-two-workers", schedules, "-k", "every_pair and -2-"),
         step("pairs-four-workers", schedules, "-k", "every_pair and -4-"),
         step("transports", transports, "-k", "not codec and not round"),
@@ -207,7 +207,7 @@ def models_steps() -> list[Step]:
 
 
 GROUPS: dict[str, tuple[bool, Callable[[], list[Step]]]] = {
-    # (whether the group imports pipedream and so needs it installed, its steps).
+    # By group: (whether pipedream must be installed, the function that returns the group's steps).
     "core": (False, core_steps),
     "training": (True, training_steps),
     "speed": (True, speed_steps),

@@ -1,15 +1,17 @@
-"""torch.distributed.pipelining's 1F1B beside pipedream's schedules: the same models, cuts, cores and batches.
+"""Compares torch.distributed.pipelining's 1F1B with pipedream's schedules, on the same models, cuts and
+cores.
 
     python bench/peers/pipelining.py [--rounds 3] [--models gpt,vgg,tiny] [--json FILE]
 
-Two processes with one torch thread each do everything in turn, round after round, so that a drift of the
-machine's speed meets all: torch's Schedule1F1B over gloo and pipedream's flush, 2bw, pipedream and unstashed,
-with each number of microbatches; and the plain loop in both processes at once. Half of that last figure is
-the limit: what the two cores could give to a minibatch if nothing waited and nothing travelled. The cut is
-the best one of pipedream's planner from a profile taken first, for both sides.
+Two processes with one torch thread each run every side in turn, in every round, so that a change of the
+machine's speed affects all sides alike. The sides are torch's Schedule1F1B over gloo and pipedream's flush,
+2bw, pipedream and unstashed, each with several numbers of microbatches, and the plain loop in both processes
+at once. The *limit* is half of the plain loop's time per minibatch: the time that two cores need if nothing
+waits and nothing is sent. All pipelines have the cut that pipedream's planner chooses from a profile.
 
-Prints the milliseconds per minibatch, median (minimum to maximum) over the rounds, without the first tenth
-of each; the best of torch's; and the share of the limit.
+Prints for each side the median, minimum and maximum over the rounds of its milliseconds per minibatch,
+without the first tenth of each run, and for each pipeline the limit divided by the median. For pipedream's
+sides it also prints their median divided by the smallest median of torch's sides.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _VOCABULARY, _SEQUENCE, _WIDTH, _HEADS = 1024, 64, 256, 4
 
 
 class Embedding(nn.Module):
-    """Tokens and their positions, (batch, sequence) -> (batch, sequence, width)."""
+    """Embeds tokens and their positions: (batch, sequence) -> (batch, sequence, width)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +57,8 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """GPT-2's: attention and MLP, each behind a norm and beside a residual."""
+    """A block of GPT-2: attention and an MLP, each with a norm before it and a residual connection around
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +153,7 @@ class _Steady:
 
 
 def plain_ms(name: str, cut: int) -> float:
-    """The loop that anybody would write, in this process alone."""
+    """Returns milliseconds per minibatch of a plain training loop, in this process alone."""
     case = CASES[name]
     model = nn.Sequential(*case.layers())
     optimizer = _OPTIMIZER(model.parameters())
@@ -167,7 +170,7 @@ def plain_ms(name: str, cut: int) -> float:
 
 
 def torch_ms(name: str, cut: int, microbatches: int) -> float:
-    """Schedule1F1B of torch.distributed.pipelining over gloo."""
+    """Returns milliseconds per minibatch of torch's Schedule1F1B over gloo."""
     case, rank = CASES[name], dist.get_rank()
     layers = case.layers()
     module = nn.Sequential(*(layers[:cut] if rank == 0 else layers[cut:]))
@@ -230,7 +233,7 @@ def _serve(rank: int, connection: Connection, port: int, folder: str) -> None:
 
 
 class Ranks:
-    """Two processes that do the same, each its part."""
+    """Two processes that call the same function at the same time, each as its rank."""
 
     def __init__(self) -> None:
         self._store, port = host_store()
@@ -268,7 +271,8 @@ def best_cut(name: str) -> int:
 
 
 def sides(name: str) -> dict[str, tuple[Callable[..., float], tuple[Any, ...]]]:
-    """The measured sides by name: (function of a rank, its arguments after the model and the cut)."""
+    """Returns the measured sides by name: (the function that both ranks call, its arguments after model and
+    cut)."""
     found: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {"plain, twice at once": (plain_ms, ())}
     for m in _MICROBATCHES:
         found[f"torch 1F1B, m = {m}"] = (torch_ms, (m,))

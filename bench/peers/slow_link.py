@@ -1,27 +1,28 @@
-"""Training a network with large fully connected layers over slow links: pipedream beside PyTorch's own ways.
+"""Trains large fully connected layers over slow links, to compare pipedream with what PyTorch itself has.
 
     sudo .venv/bin/python bench/peers/slow_link.py [--workers 2,4] [--bandwidths 1Gbit/s,200Mbit/s]
         [--rounds 2] [--sides NAME,...] [--json FILE] [--picture FILE.png]
 
-Each worker is a host of its own (a network namespace whose link tc shapes in both directions) with one torch
-thread. The model is VGG-like: six convolutions, then fully connected layers, 51.5 million parameters; 32
-samples a minibatch. In turn, round after round, in the same processes:
+Each worker is a host of its own: a network namespace whose link tc shapes in both directions. It has one
+torch thread. The model is like VGG: six convolutions, then four fully connected layers, with 51.5 million
+parameters. A minibatch of a worker has 32 samples. In each round, the same processes run these sides in turn:
 
-    planned          pipedream, the plan that partition finds for these workers and this bandwidth, with
-                     codec={"pushes": "factors"}: it may replicate fully connected layers
-    data parallel    pipedream, schedule="data_parallel"
-      by factors     with codec={"pushes": "factors"}, as the large fully connected layers' are smaller
-    torch 1F1B       torch.distributed.pipelining's Schedule1F1B over gloo, with each number of microbatches;
-                     its cuts are those of the best straight plan for this bandwidth that uses all workers,
-                     else of the one that balances compute
-    DDP              DistributedDataParallel over gloo
-    DDP, PowerSGD    with the hook of that name, rank 2, after its two plain steps
+    planned                     pipedream, with the plan that partition finds for these workers, this
+                                bandwidth and codec={"pushes": "factors"}
+    data parallel               pipedream, with schedule="data_parallel"
+    data parallel by factors    the side before, with codec={"pushes": "factors"}
+    torch 1F1B                  torch.distributed.pipelining's Schedule1F1B over gloo, with several numbers
+                                of microbatches. The cuts are those of the best straight plan for this
+                                bandwidth, or for 100 Gbit/s if that plan leaves workers unused
+    DDP                         DistributedDataParallel over gloo
+    DDP, PowerSGD               the side before, with the hook powerSGD_hook of rank 2; its first two steps
+                                are plain, and are not measured
 
---sides takes those alone whose names begin so, as "data parallel,DDP".
+--sides runs only the sides whose names begin with one of the given texts, for example "data parallel,DDP".
 
-A minibatch is a worker's: a step of the data-parallel sides is of 32 samples a worker. Prints samples/s,
-median with least and most over the rounds; the bytes that the busiest direction of any worker's link carried
-per sample, headers included, in the measured part; and what the bandwidth over these bytes would allow.
+Prints for each side the samples per second: the median, least and most over the rounds. Prints also the bytes
+per sample, headers included, in the direction of a link that carried the most, and the limit: the samples per
+second at which these bytes would fill the bandwidth.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured part of a side, at rank 0; nothing at the others."""
+    """The times and samples of a side's measured part, at rank 0. All are 0 at other ranks."""
 
     began_ns: int = 0
     ended_ns: int = 0
@@ -95,7 +96,7 @@ class Measured:
 
 
 class LinkBytes:
-    """Samples how many bytes this host's link has (sent, received) over time."""
+    """Reads again and again how many bytes this host's link has sent and received."""
 
     def __init__(self, interface: str) -> None:
         folder = Path("/sys/class/net", interface, "statistics")
@@ -133,7 +134,8 @@ def pipedream_side(fields: dict[str, Any], schedule: str, codec: dict[str, str] 
     """fields: of a plan."""
     plan = pipedream.Plan.from_dict(fields)
     num_last = plan.stages[-1].num_replicas  # minibatches of each update at the last stage
-    # A round besides of each stage, as its first shows what may leave when; the pipeline is full by then.
+    # The warm-up fills the pipeline. It also gives every stage a first round, which shows when each gradient
+    # is complete and may be sent.
     num_warm_up, num_minibatches = max(plan.in_flight) * plan.workers_used + 2, _NUM_MINIBATCHES
     if schedule == "data_parallel":
         num_steps = _NUM_STEPS if codec is None else 4 * _NUM_STEPS
@@ -164,8 +166,8 @@ def torch_pipeline_side(rows: Rows, microbatches: int) -> Measured:
 
 
 def ddp_side(hook: str) -> Measured:
-    # PowerSGD in one bucket: of several it starts collectives from callbacks, in an order of each rank's own,
-    # which gloo takes for a mismatch.
+    # PowerSGD needs a single bucket. With several buckets it starts collectives from callbacks, in an order
+    # that differs between ranks, and gloo takes this for an error.
     bucket_mebibytes = 1024 if hook == "powersgd" else None
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*make_layers()), bucket_cap_mb=bucket_mebibytes)
     num_warm_up, num_steps = _NUM_WARM_UP_STEPS, _NUM_STEPS
@@ -193,7 +195,7 @@ _SIDES: dict[str, Callable[..., Measured]] = {
 
 
 def _rank(sides: list[tuple[str, str, list[Any]]], rounds: int, path: str) -> None:
-    """sides: name, function and arguments of each."""
+    """sides: the name, function and arguments of each side."""
     link_bytes, rank = LinkBytes(join_ranks()), dist.get_rank()
     torch.set_num_threads(1)
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in sides}
@@ -252,7 +254,7 @@ def sides_of(
 def measure(
     profile: pipedream.Profile, num_workers: int, bandwidth: str, rounds: int, wanted: tuple[str, ...]
 ) -> dict[str, Any]:
-    """wanted: what the names of sides begin with."""
+    """wanted: texts; a side is measured if its name begins with one of them."""
     sides = [side for side in sides_of(profile, num_workers, bandwidth) if side[0].startswith(wanted)]
     with Link(bandwidth, num_hosts=num_workers) as link:
         figures = run_ranks(link, sys.argv[0], [sides, rounds])
@@ -276,7 +278,8 @@ def table(case: dict[str, Any]) -> str:
 
 
 def draw(cases: list[dict[str, Any]], file: str) -> None:
-    """Bars of samples/s, and a line at what the bytes would allow, where that is in the picture."""
+    """Draws bars of samples/s. A line marks the limit that the bytes allow, unless it lies outside the
+    picture."""
     import matplotlib
 
     matplotlib.use("Agg")

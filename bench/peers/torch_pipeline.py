@@ -1,4 +1,4 @@
-"""Schedule1F1B of torch.distributed.pipelining, as a script that trains with it would call it."""
+"""Calls Schedule1F1B of torch.distributed.pipelining as a training script would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 def step_of_1f1b(
     module: nn.Module, loss_fn: Callable[..., Tensor], make_optimizer: Callable[..., Any], microbatches: int
 ) -> Callable[[Tensor, Tensor], None]:
-    """A step on (inputs, targets), which all ranks call. module: this rank's layers."""
+    """Returns a function that trains on (inputs, targets); all ranks call it. module: this rank's layers."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     optimizer = make_optimizer(module.parameters())
     stage = PipelineStage(module, rank, num_ranks, torch.device("cpu"))

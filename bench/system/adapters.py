@@ -1,10 +1,10 @@
-"""Shows what adapters save at stage 0 of two: its memory, and the gradients that it is sent.
+"""Shows how much memory and traffic adapters save at the first of two stages.
 
     python bench/system/adapters.py
 
-Prints the table of docs/models.md, from `RunResult.memory` and `RunResult.channels`, for three cases: all
-weights are trained, all blocks have adapters, only the blocks of stage 1 have them. The adapters are LoRA's
-(Hu et al., ICLR'22). Takes half a minute.
+Prints the table of docs/models.md, from `RunResult.memory` and `RunResult.channels`. There are three cases:
+all weights are trained; all blocks have adapters; only the blocks of the second stage have adapters. The
+adapters are LoRA's (Hu et al., ICLR'22). Takes half a minute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Adapted(nn.Module):
 
 class Model(nn.Module):
     def __init__(self, first_adapted: int | None) -> None:
-        """first_adapted: the first block with adapters; None: all weights are trained."""
+        """first_adapted: the index of the first block with adapters. None: no block has adapters, and all
+        weights are trained."""
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True) for _ in range(NUM_BLOCKS)
@@ -54,7 +55,8 @@ class Model(nn.Module):
 
 
 def train(first_adapted: int | None) -> list[int]:
-    """Returns the bytes of each term at stage 0, and of the gradients that it is sent per minibatch."""
+    """Returns numbers of bytes at stage 0: one for each of TERMS, then that of the gradients received per
+    minibatch."""
     torch.manual_seed(0)
     data = [(torch.randn(8, 16, WIDTH), torch.randn(8, 16, WIDTH)) for _ in range(NUM_MINIBATCHES)]
     result = pipedream.run(

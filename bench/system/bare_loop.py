@@ -1,15 +1,15 @@
-"""Measures what the runtime adds to a work item: two_stages.py's models, also as a hand-written loop.
+"""Measures what the runtime adds to a work item, by comparing it with a hand-written loop.
 
     python bench/system/bare_loop.py [--rounds 3] [--minibatches 700] [--model small] [--json FILE]
 
-The loop runs in two processes and has only what every pipeline in Python needs: the next pair of the data,
-one copy of the boundary's tensor into shared memory, a byte through a pipe to wake the other side, a leaf for
-the received tensor, and torch's calls. It has no weight versions, checks, fingerprints, figures, credits or
-tensors of other shapes, and does not notice that the other side died.
+The models are those of two_stages.py. The loop runs in two processes and has only what every pipeline in
+Python needs: the next pair of the data, one copy of the boundary's tensor into shared memory, a byte through
+a pipe to wake the other side, a leaf for the received tensor, and torch's calls. It has no weight versions,
+checks or measurements, cannot change the shape of tensors, and does not notice if the other process dies.
 
-Each round runs the loop and `pipedream` in turn, and both are timed alike: overhead is the time of an item in
-which a worker neither runs user code nor waits for data. So the loop's overhead is the least that this
-machine allows, and the difference is what the runtime costs.
+Each round runs the loop and then `pipedream`. Both are timed alike: an item's overhead is the time in which
+its worker neither runs user code nor waits for data. So the loop's overhead is the least that this machine
+allows, and the difference is what the runtime costs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Row = tuple[int, str, float]  # stage, kind, microseconds
 
 
 class Item:
-    """Times one work item. Its overhead is the time that is not in other_ns: neither user code nor
+    """Times one work item. The overhead is the item's time without other_ns, the time of user code and
     waiting."""
 
     def __init__(self, stage: int, kind: str, rows: list[Row]) -> None:
@@ -51,7 +51,8 @@ class Item:
 
 
 class Side:
-    """One stage: its half of the model, the memory that both map, the pipe it reads and the one it writes."""
+    """Runs one stage: one half of the model. The two stages share memory, and wake each other through two
+    pipes."""
 
     def __init__(self, stage: int, model: nn.Module, shared: torch.Tensor, pipes: list[Any]) -> None:
         self._stage = stage

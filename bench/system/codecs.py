@@ -5,8 +5,8 @@
 A small character model learns Python's own source, in two stages on two hosts that a shaped link joins
 (links.py). It is trained once with each codec, from the same seeds, in turn. Two figures judge a codec: the
 loss on held-out text, and the time to a goal. The goal is the training loss, smoothed over 20 minibatches,
-that the exact run has after two thirds of its minibatches. The plan keeps four minibatches in flight at the
-first stage, so that only the link's rate limits the run.
+that the run without a codec has after two thirds of its minibatches. The plan keeps four minibatches in
+flight at the first stage, so that only the link's rate limits the run.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python bench/system/descriptors.py [--workers 16 256 1024]
 
 The links are really opened, over tcp and shared memory on one machine. This process holds rank 0's ends, a
-second process holds the other ends. Two ways are compared: links along the tree of rank_tree.py, as pipedream
-has them, and two links between rank 0 and every other rank, as it once had. The latter have small items here,
-so that their memory fits. Prints a Markdown table.
+second process holds the other ends. Two ways are compared: links along the tree of rank_tree.py, which
+pipedream uses, and two links between rank 0 and every other rank. The second way has small items here, so
+that its memory fits. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALL = [("uint8", 1, 64)]
 
 
 def links_of_run(num_workers: int) -> list[RunChannel]:
-    """Returns rank 0's links in a run. Items between stages have 64 KiB."""
+    """Returns rank 0's links in a run. Items that travel between stages have 64 KiB."""
     plan = Plan.straight(num_workers, num_workers)
     schedule = _core.ScheduleOptions(
         schedule="gpipe",

@@ -3,31 +3,34 @@
     torchrun --nproc-per-node 2 bench/system/device_timeline.py --folder FOLDER [--transport tcp]
              [--width 4096] [--batch 4096] [--minibatches 30]
 
-Both workers compute on GPUs of this machine, or on one GPU if it has no more. Torch's profiler watches each.
-It sees the copies and kernels of all streams, including pipedream's own. Files in FOLDER:
+Both workers compute on GPUs of this machine, or on the same GPU if it has only one. Torch's profiler records
+the copies and kernels of all streams of each worker, including pipedream's own streams. The program writes
+into FOLDER:
 
     worker-<rank>.json.gz    kernels and copies, for ui.perfetto.dev
     run.json.gz              the work of both workers' compute threads, and when each item was queued, copied
                              and on the wire between them (RunResult.save_trace)
 
-Prints JSON objects. For each rank, from the profiler:
+Prints JSON objects. Each rank prints these figures from the profiler:
 
     copy_ms                  time in which copies of 64 KiB or more ran
-    copy_beside_kernels_ms   the part of it in which kernels ran, too, and its share
+    copy_beside_kernels_ms   the part of copy_ms in which kernels also ran
+    share                    copy_beside_kernels_ms / copy_ms
     kernel_ms                time in which kernels ran
 
-For each channel, from RunResult.transfers, its transport, overlap_share of RunResult.channels, and:
+Rank 0 prints samples_per_s of the run, and `channels` with figures for each channel: its transport and
+overlap_share as in RunResult.channels, and these figures from RunResult.transfers:
 
     copy_ms                  time in which the sender copied items to staging buffers or into the receiver's
                              memory
-    copy_beside_work_ms      the part of it in which the sender's compute thread was at work
+    copy_beside_work_ms      the part of copy_ms in which the sender's compute thread was at work
     wire_ms                  time in which items were on the wire, from the frame of the first chunk until the
-                             receiver had the last
-    wire_beside_work_ms      the part of it in which the receiver's compute thread was at work
-    wire_beside_copies_ms    the part of it in which the sender copied items
+                             receiver had the last chunk
+    wire_beside_work_ms      the part of wire_ms in which the receiver's compute thread was at work
+    wire_beside_copies_ms    the part of wire_ms in which the sender copied items
 
-On a GPU a compute thread only launches kernels, which may run later; the profiler shows when they ran.
-Without a GPU only the channels' figures are printed.
+On a GPU a compute thread is at work while it launches kernels, which may run later; the profiler shows when
+they ran. Without a GPU only rank 0's figures are printed.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ def make_model(width: int) -> nn.Sequential:
 
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the same times as intervals that do not overlap, in order."""
+    """Joins intervals that overlap. Returns intervals that cover the same times, in order."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:

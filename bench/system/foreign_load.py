@@ -1,5 +1,5 @@
-"""Measures how much CPU time others take while a benchmark runs: other processes, and other machines on the
-same host (steal). It counts the cores that this process may use. Linux.
+"""Measures how much CPU time other processes, and other machines on the same host (steal), take while a
+benchmark runs. It counts the cores that this process may use. Linux only.
 
     with ForeignLoad() as load: ...
     load.share      the share of these cores' time, 0 to 1

@@ -1,4 +1,5 @@
-"""Joins the ranks that links.run_ranks() has started to a process group of torch, over gloo and the link."""
+"""Makes a process group of torch from the ranks that links.run_ranks() has started. They communicate over the
+link by gloo."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Host:
 
     @property
     def prefix(self) -> list[str]:
-        """The words to put before a command so that it runs on this host."""
+        """The first words of a command line that runs a command on this host."""
         return ["ip", "netns", "exec", self.namespace]
 
 
@@ -68,8 +68,8 @@ def can_make_links() -> str | None:
 
 
 class Link:
-    """Joins the hosts. bandwidth: of each direction of each host, for example "1Gbit/s"; None: as fast as the
-    machine."""
+    """Joins the hosts. bandwidth: the bandwidth of each host in each direction, for example "1Gbit/s"; None:
+    the links are as fast as the machine."""
 
     def __init__(self, bandwidth: str | None, *, name: str = "pd", num_hosts: int = 2) -> None:
         self.bandwidth = bandwidth
@@ -141,8 +141,8 @@ class Link:
         _run(*f"ip link add {end} type veth peer name {other_end}".split())
 
     def slow_down(self, host: Host, bandwidth: str) -> None:
-        """Limits the rate at which this host sends, on a link that is not shaped. It receives as fast as
-        before. The system's send buffers are made small, so that waiting bytes stay in the process."""
+        """Limits the rate at which this host sends, on a link that is not shaped. The host receives as fast
+        as before. The system's send buffers are made small, so that waiting bytes stay in the process."""
         _run(*host.prefix, "sysctl", "-w", f"net.ipv4.tcp_wmem=4096 16384 {SEND_BUFFER_BYTES}")
         self._shape(host.namespace, host.interface, parse_bandwidth(bandwidth))
 

@@ -2,11 +2,11 @@
 
     python bench/system/llama.py [--width 2048] [--layers 8] [--length 512] [--batch 8] [--minibatches 40]
 
-Both train the same weights with the same minibatches, under autocast to bfloat16, with AdamW. First the plain
-loop runs in this process. Then a pipeline of two stages runs, cut in the middle, with `--microbatches` per
-minibatch. With two GPUs each stage has one. On a single GPU they share it, and the pipeline can at best be as
-fast as the plain loop. Prints one JSON object: tokens per second of both without their first minibatches,
-their ratio, and the last losses.
+The plain loop and the pipeline train the same weights with the same minibatches, under autocast to bfloat16,
+with AdamW. First the plain loop runs in this process. Then a pipeline of two stages runs, cut in the middle,
+with `--microbatches` per minibatch. With two GPUs each stage has its own GPU. On a single GPU the pipeline
+can at best be as fast as the plain loop. Prints one JSON object: the tokens per second of the loop and the
+pipeline, each without its first minibatches, the ratio of the two, and the last losses.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def plain_loop(
 
 
 def seconds_of(ends: list[float]) -> float:
-    """Returns seconds per minibatch. ends: the time at which each was over. The first quarter does not
-    count."""
+    """Returns seconds per minibatch, without the first quarter of the minibatches. ends: the time at which
+    each minibatch was over."""
     steady = ends[len(ends) // 4 :]
     return statistics.median(b - a for a, b in itertools.pairwise(steady))
 

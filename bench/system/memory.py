@@ -2,12 +2,12 @@
 
     python bench/system/memory.py [--only TEXT] [--terms] [--json FILE] [--slow-gradients BANDWIDTH]
 
-Prints bytes of each worker: as partition() has planned for its stage, as its run predicts, and the measured
-peak. The core's terms (weights, slots, staging) are listed apart from torch's (activations, gradients,
-temporary tensors of a step). --terms prints every term.
+Prints three numbers of bytes for each worker: the memory that partition() has planned for its stage, the
+memory that the run predicts, and the measured peak. The core's terms (weights, slots, staging) are listed
+apart from torch's (activations, gradients, temporary tensors of a step). --terms prints every term.
 
-With --slow-gradients each worker is a host of its own (a namespace), and the hosts of the last stage send at
-that bandwidth. Then as many tensors wait for their links as the workers' lists allow. That needs root.
+With --slow-gradients each worker is a host of its own (a network namespace, which needs root), and the hosts
+of the last stage send at the given bandwidth. So as many tensors wait for these links as the schedule allows.
 Nothing is timed, so any machine will do.
 """
 
@@ -74,7 +74,7 @@ class Combination:
     model: str
     replicas: tuple[int, ...]
     boundaries: tuple[int, ...]
-    """The last layer of every stage but the last one."""
+    """The index of the last layer of each stage, without the last stage."""
     schedule: str = "pipedream"
     microbatches: int = 1
     optimizer: str = "sgd"

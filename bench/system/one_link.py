@@ -3,16 +3,16 @@
     python bench/system/one_link.py
 
 This is a prototype in pyzmq with PAIR sockets and a monitor for each, as csrc/transport/zmq has them. It
-opens the connections of one worker of a replicated plan, in one way per channel, in the other per peer. It
-measures:
+opens the connections of one worker of a replicated plan: first one connection per channel, then one per peer.
+It measures:
 
 - the file descriptors, and the time to open all connections
-- the time of a message of 4 KiB and its answer, alone
-- the same behind a push of 64 chunks of 1 MiB. The push has another connection if there is one per channel,
-  and the same connection if there is one per peer.
+- the time of a message of 4 KiB and its answer, while nothing else is sent
+- the time of such a message right after a push of 64 chunks of 1 MiB. The push goes over another connection
+  if there is one per channel, and over the same connection if there is one per peer.
 
-Both ends are processes of this machine. The two ways take turns, and each figure is the least of all rounds.
-Prints a Markdown table.
+Both ends of a connection are processes of this machine. Each round measures both ways in turn, and each
+figure is the least of all rounds. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PLANS = {"1-1": (1, 1), "2-2": (2, 2), "4-4": (4, 4), "8": (8,)}
 
 
 def channel_ends(replicas: tuple[int, ...]) -> tuple[int, int]:
-    """Returns (channels, peers) of the worker with the most channels."""
+    """Returns (number of channels, number of peers) of the worker with the most channels."""
     plan = Plan.replicated(len(replicas), replicas)
     schedule = _core.ScheduleOptions(
         schedule="pipedream",
@@ -63,7 +63,8 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def answer(there: Connection) -> None:
-    """Runs the other end: binds as many sockets as it is told, answers small messages and drops chunks."""
+    """Runs the other end of the connections: binds as many sockets as it is told, answers small messages and
+    drops chunks."""
     while True:
         context = zmq.Context()
         num_sockets = there.recv()
@@ -108,8 +109,8 @@ class Ends:
         return (time.perf_counter() - began) * 1e6
 
     def small_behind_a_push_us(self, *, shares: bool) -> float:
-        """Returns the time of a small message and its answer on the first connection, after a push. shares:
-        whether the push is on that connection, too; otherwise it is on the last one."""
+        """Sends a push, then a small message on the first connection, and returns the time until its answer.
+        shares: whether the push is on the first connection, too; otherwise it is on the last connection."""
         chunk = bytes(CHUNK_BYTES)
         for _ in range(NUM_CHUNKS):
             self.sockets[0 if shares else -1].send(chunk, copy=False)

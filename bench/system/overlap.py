@@ -3,9 +3,10 @@
     sudo .venv/bin/python bench/system/overlap.py [--bandwidth 1Gbit/s] [--minibatches 120] [--rounds 3]
 
 Each stage computes for longer than its tensors travel, and the plan keeps so many minibatches in flight that
-the link's one-way time is hidden. The target: in the steady phase the workers wait for tensors for 2 % of
-the time at most. For comparison it also runs with as few minibatches in flight as a fast link needs; then
-part of the link's time shows. Prints, too, the share of the time under way for which nobody waited.
+the link's one-way time is hidden. The target is that in the steady phase the workers wait for tensors for at
+most 2 % of the time. For comparison the benchmark also runs with as few minibatches in flight as a fast link
+needs; then the workers wait for part of the link's time. It also prints the run's table of channels
+(RunResult.describe_channels).
 
 The hosts are network namespaces, joined by a shaped link (links.py). The workers find each other and
 communicate over the link only.
@@ -27,7 +28,7 @@ from links import Link, run_ranks
 from torch import nn
 
 BATCH = 64
-# The boundary is one tensor: 2 MiB forward and 2 MiB back, 17 ms each way at 1 Gbit/s.
+# One tensor of 2 MiB crosses the boundary forward, and one back. Each takes 17 ms at 1 Gbit/s.
 WIDTH = 8192
 INNER = 1024
 WARM_UP = 10
@@ -102,8 +103,8 @@ def figures(result: Any) -> dict[str, Any]:
 
 
 def compute_ms(repeats: int) -> float:
-    """Returns the milliseconds of one block, forward and backward, on one core. Both stages compute at the
-    same time, as in the run."""
+    """Returns the milliseconds that one block takes for a forward and a backward on one core, while both
+    stages compute at the same time, as in the run."""
     torch.set_num_threads(1)
     block, inputs = Block(repeats), torch.randn(BATCH, WIDTH, requires_grad=True)
     times = []

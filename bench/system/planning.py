@@ -2,7 +2,8 @@
 
     python bench/system/planning.py [--rounds 3] [--json FILE]
 
-Profiles are random, but the same in each run. Prints CPU seconds, the least of the rounds:
+Profiles are random, but the same in each run. Prints the CPU seconds of these computations, each the least of
+the rounds:
 
     solve           pipedream.partition with the paper's cost model
     by factors      its search alone, for replicas that push factors of a sixteenth of every weight's size

@@ -13,8 +13,8 @@ combination:
     others                the share of the cores' time that other processes took; with shaped links the other
                           ranks count, too
 
-A run that others disturbed is done again, at most --tries times, and the least disturbed one counts. Use a
-quiet machine, because nobody can predict what other processes take of the cores.
+A run that other processes disturbed is repeated, at most --tries times, and the least disturbed run counts.
+Use a quiet machine, because nobody can predict what other processes take of the cores.
 
     --rounds     calibrates and runs everything so often, and takes the median of each combination's figures;
                  also prints by how much runs of one combination differ between rounds, which no prediction of
@@ -106,7 +106,8 @@ class Combination:
     schedule: str
     microbatches: int = 1
     bandwidth: str | None = None
-    """Bandwidth of each worker's link, if each is a host of its own. None: all are workers of this host."""
+    """Bandwidth of each worker's link, if each worker is a host of its own. None: all workers are processes
+    of this host."""
 
     def __str__(self) -> str:
         name = f"{self.model}, {'-'.join(map(str, self.replicas))}, {self.schedule}"
@@ -249,7 +250,8 @@ def calibrated(model: str, workers: int, transport: str = "auto") -> tuple[Profi
 
 
 def predict_own_runs(model: str) -> list[float]:
-    """Calibrates, and predicts the runs of that calibration. Returns the errors."""
+    """Calibrates, and predicts the runs from which the calibration was made. Returns the errors of the
+    predictions."""
     profile, runs = calibrated(model, 2)
     errors = []
     for combination, results in (
@@ -271,7 +273,8 @@ def predict_own_runs(model: str) -> list[float]:
 
 
 def workers_by_model(combinations: Sequence[Combination]) -> dict[str, int]:
-    """Returns, by model, the most workers of its combinations; at least two, which a calibration needs."""
+    """Returns by model the most workers that one of its combinations has, but at least two, because a
+    calibration needs two."""
     counts: dict[str, int] = {}
     for combination in combinations:
         counts[combination.model] = max(counts.get(combination.model, 2), sum(combination.replicas))

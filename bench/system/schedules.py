@@ -46,7 +46,8 @@ SCHEDULES = {
     "interleaved": (2,),
     "model_parallel": (0,),
 }
-"""The numbers of microbatches to measure, as multiples of the number of stages; 0: one microbatch."""
+"""The numbers of microbatches to measure, each as a multiple of the number of stages; 0 stands for one
+microbatch."""
 FORWARD_S = 0.040  # of a whole minibatch at one stage; long compared with the overhead per microbatch
 BACKWARD_S = 0.080
 BEGIN_MARK = "<!-- begin: bench/system/schedules.py -->"
@@ -97,7 +98,7 @@ def make_data(num_minibatches: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class _Sleep(torch.autograd.Function):
-    """Takes as long as a device that computes, without using a core of this machine."""
+    """Sleeps as long as a device would compute, and uses no core of this machine."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, share: float) -> Tensor:
@@ -195,7 +196,8 @@ def measure_numbers(schedule: str, num_stages: int, microbatches: int) -> dict[s
 
 
 def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str, Any]:
-    """Returns bubbles and time per minibatch, as the simulator predicts them and as measured."""
+    """Returns bubbles and time per minibatch, both as the simulator predicts them and as they are
+    measured."""
     num_minibatches = 24
     layers_per_stage = 1
     num_workers = num_stages // 2 if schedule == "interleaved" else num_stages
@@ -232,8 +234,8 @@ def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str,
 
 
 def _timeline(program: list[_core.Instruction], spans: list[WorkSpan]) -> list[TimedInstruction]:
-    """Returns a worker's instructions with their times, from when the input was there until it was
-    computed."""
+    """Returns a worker's instructions with their times: each begins when its input was there, and ends when
+    it was computed."""
     timeline = []
     for instruction, span in zip(program, spans, strict=True):
         done = (span.kind, span.stage, span.minibatch, span.microbatch)

@@ -12,9 +12,9 @@ measures, in turn:
     all-reduce    one bare gloo all-reduce of as many bytes
     alone         the model without any exchange, on all hosts at once
 
-Prints ms per update: the median over the rounds, the least and the most. "beyond" is the time beyond that of
-the model alone. The limit is the time that the link of a host needs for the bytes of each direction:
-2 (m - 1) / m of the parameters.
+Prints ms per update: the median over the rounds, the least and the most. "beyond" is this time minus that of
+the model alone. The limit is the time that the link of a host needs for the bytes of each direction: 2 (m -
+1) / m of the parameters.
 
 With k spares there are k more hosts. Pipedream's plan is measured without and with them, each compared with
 its own limit (planning/synced_bytes.py). In all other measurements these hosts wait.
@@ -50,8 +50,8 @@ _OTHERS = ("ddp", "all-reduce", "alone")
 
 def _model(mebibytes: int) -> nn.Sequential:
     """Makes a model whose layers keep the scale of the activations. With torch's own initial weights each
-    layer would shrink them by sqrt(3). With 512 MiB of layers they would become denormal numbers, with which
-    a processor computes several times as slowly."""
+    layer would shrink them by sqrt(3). With 512 MiB of layers the activations would become denormal numbers,
+    with which a processor computes several times as slowly."""
     torch.manual_seed(0)
     layers = [nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(mebibytes // 4)]
     for layer in layers:
@@ -130,7 +130,8 @@ def _rank(mebibytes: int, num_rounds: int, num_spares: int, path: str) -> None:
 
 
 def _step_of(name: str, mebibytes: int, flat: torch.Tensor, group: Any) -> Callable[[], Any]:
-    """Returns the step to measure. group: the ranks that train."""
+    """Returns the function that does one step of the side `name`. group: the process group of the ranks that
+    train."""
     if name == "all-reduce":
         return lambda: dist.all_reduce(flat, group=group)
     model = _model(mebibytes)

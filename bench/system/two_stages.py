@@ -2,7 +2,7 @@
 
     python bench/system/two_stages.py [--rounds 7] [--minibatches 200] [--kinds] [--device cuda] [--json FILE]
 
-Each round runs both sides, one after the other, so that a drift of the machine's speed affects both. Each
+Each round runs both sides, one after the other, so that a change of the machine's speed affects both. Each
 side is warmed up before it is timed. The ideal ratio is 2.0. Two cores share caches and memory, so the
 benchmark also measures two independent processes at once and prints their ratio as `limit`. For the same runs
 it prints:
@@ -114,9 +114,9 @@ def slowest_stage_ms(result: pipedream.RunResult) -> float:
 
 
 def overheads_us(spans: list[WorkSpan]) -> list[tuple[str, float, float, float]]:
-    """Returns the overheads of one worker's work items, without the last: (kind, three parts in
-    microseconds). The parts lie between asking for the item, having it, completing it, and asking for the
-    next one. User code and waiting do not count."""
+    """Returns for each work item of a worker but the last: (kind, three overheads in microseconds). The first
+    lasts from asking for the item until having it, the second until completing it, the third until asking for
+    the next item. User code and waiting do not count."""
     return [
         (
             span.kind,
