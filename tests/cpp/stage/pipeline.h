@@ -21,11 +21,13 @@ inline std::string gradients_name(std::int64_t stage) {
   return "gradients of stage " + std::to_string(stage) + " to stage " + std::to_string(stage - 1);
 }
 
-// The schedule for so many stages without replicas, one per worker; interleaved has 4 stages on 2 workers.
+// Returns options of the schedule for num_stages stages without replicas, one stage per worker. The schedule
+// interleaved has its 4 stages on 2 workers.
 [[nodiscard]] ScheduleOptions make_straight(const std::string& schedule, std::int64_t num_stages,
                                             std::int64_t num_microbatches);
 
-// One stage of a worker and its neighbours' channels; empty names where there is no neighbour.
+// One stage of a worker, and the names of the channels to and from its neighbours. A name is empty if there
+// is no neighbour.
 struct StageChannelNames {
   StageIndex stage;
   std::string activations_in;
@@ -38,7 +40,7 @@ struct StageChannelNames {
 // What Worker::start takes.
 [[nodiscard]] std::vector<EdgeChannelName> channels_at(const ScheduleOptions& schedule, Rank rank);
 
-// The channels of the worker's stages, in both directions, with exactly as many slots and places as the
+// Adds the channels of the worker's stages, in both directions, with exactly as many slots and places as the
 // schedule needs. `item` describes every item.
 void add_channels(Worker& worker, const ScheduleOptions& schedule, Rank worker_index, const ItemSpec& item,
                   std::size_t chunk_bytes, bool places_on_device = false);
@@ -82,7 +84,9 @@ struct WorkerReport {
   std::map<std::string, ChannelStats> channels;
 };
 
-// One report per worker. What they compute is compared with a replay of the schedule's formulas.
+// Runs all workers, and returns one report per worker. Checks every value that a worker computes: it must
+// equal that of a run without a pipeline, one minibatch after the other, that reads the same weight versions
+// (Replay in pipeline.cc).
 [[nodiscard]] std::vector<WorkerReport> run_pipeline(const PipelineOptions& options);
 
 // Checks that the reports are those of a run that came to its end without a failure.
