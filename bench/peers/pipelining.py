@@ -137,7 +137,7 @@ CASES = {
 
 
 class _Steady:
-    """Milliseconds per minibatch without the first tenth."""
+    """Measures milliseconds per minibatch, without the first tenth."""
 
     def __init__(self, num_minibatches: int) -> None:
         self._first = max(3, num_minibatches // 10)
@@ -260,7 +260,7 @@ class Ranks:
 
 
 def best_cut(name: str) -> int:
-    """The first layer of the second stage."""
+    """Returns the index of the second stage's first layer."""
     case = CASES[name]
     layers = case.layers()
     if len(layers) == 2:

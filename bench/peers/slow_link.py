@@ -54,10 +54,10 @@ from links import RUN_OPTIONS, Link, run_ranks
 _BATCH = 32
 _OPTIMIZER = functools.partial(torch.optim.SGD, lr=1e-4)
 _LOSS = nn.functional.cross_entropy
-_NUM_MINIBATCHES = 16  # measured, of a pipeline; besides as many again as it has workers, and two
-_NUM_STEPS = 2  # measured, of all data-parallel sides; of PowerSGD and factors four times as many
-_NUM_WARM_UP_STEPS = 2  # before them: the first shows DDP and the parameter server what may leave when
-_POWER_SGD_START = 2  # its least: the steps before it are plain
+_NUM_MINIBATCHES = 16  # measured, of each of pipedream's pipelines; of torch's half as many
+_NUM_STEPS = 2  # measured, of data-parallel sides; with PowerSGD or factors four times as many
+_NUM_WARM_UP_STEPS = 2  # the first step shows when each gradient is complete and may be sent
+_POWER_SGD_START = 2  # the least that the hook allows: the steps before this one are plain
 _SAMPLING_S = 0.02
 _FACTORS = {"pushes": "factors"}
 
@@ -109,7 +109,7 @@ class LinkBytes:
         return [after - before for before, after in zip(first[1:], last[1:], strict=True)]
 
     def _before(self, time_ns: int) -> tuple[int, int, int]:
-        """The latest sample until then."""
+        """Returns the latest sample that was taken before time_ns, or the first sample."""
         return next((s for s in reversed(self._samples) if s[0] <= time_ns), self._samples[0])
 
     def _sample(self) -> None:
@@ -131,7 +131,7 @@ def _steps(step: Callable[[], None], *, num_warm_up: int, num_steps: int, sample
 
 
 def pipedream_side(fields: dict[str, Any], schedule: str, codec: dict[str, str] | None = None) -> Measured:
-    """fields: of a plan."""
+    """Runs one of pipedream's sides. fields: a plan, as Plan.to_dict() returns it."""
     plan = pipedream.Plan.from_dict(fields)
     num_last = plan.stages[-1].num_replicas  # minibatches of each update at the last stage
     # The warm-up fills the pipeline. It also gives every stage a first round, which shows when each gradient
@@ -150,7 +150,7 @@ def pipedream_side(fields: dict[str, Any], schedule: str, codec: dict[str, str] 
         codec=codec,
         **RUN_OPTIONS,
     )
-    if not result.spans:  # which rank 0 has
+    if not result.spans:  # only rank 0 has spans
         return Measured()
     ended_ns = [span.completed_ns for span in result.spans[-1] if span.kind == "UPDATE"]
     first = num_warm_up // num_last - 1
@@ -246,7 +246,7 @@ def sides_of(
         ("data parallel by factors", "pipedream", [whole, "data_parallel", _FACTORS]),
     ]
     for microbatches in (2, 4, 8):
-        if microbatches >= num_workers:  # 1F1B needs as many
+        if microbatches >= num_workers:  # 1F1B needs at least one per stage
             sides.append((f"torch 1F1B, m = {microbatches}", "torch pipeline", [straight, microbatches]))
     return [*sides, ("DDP", "ddp", [""]), ("DDP, PowerSGD", "ddp", ["powersgd"])]
 

@@ -54,7 +54,7 @@ def make_data(width: int, batch: int, num_minibatches: int) -> list[tuple[torch.
 
 
 def one_process_ms(width: int, batch: int, num_minibatches: int, device: str) -> float:
-    """Milliseconds per minibatch of a plain loop on one core, or on a GPU."""
+    """Returns milliseconds per minibatch of a plain loop on one core, or on a GPU."""
     torch.set_num_threads(1)
     model = make_model(width).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -77,7 +77,7 @@ def _plain_loop(arguments: tuple[int, int, int, str]) -> float:
 
 
 def two_processes_ms(pool: Pool, width: int, batch: int, num_minibatches: int, device: str) -> float:
-    """Milliseconds of a minibatch in each of two independent processes that run at the same time."""
+    """Returns milliseconds per minibatch of two independent processes that run at the same time."""
     return statistics.mean(pool.map(_plain_loop, [(width, batch, num_minibatches, device)] * 2, chunksize=1))
 
 
@@ -95,14 +95,16 @@ def pipeline(width: int, batch: int, num_minibatches: int) -> pipedream.RunResul
 
 
 def steady_ms(result: pipedream.RunResult) -> float:
-    """Milliseconds per minibatch between the last stage's updates, without the first tenth."""
+    """Returns milliseconds per minibatch, from the times of the last stage's updates without the first
+    tenth."""
     done_ns = [span.completed_ns for span in result.spans[-1] if span.kind == "UPDATE"]
     first = max(3, len(done_ns) // 10)
     return (done_ns[-1] - done_ns[first]) / 1e6 / (len(done_ns) - 1 - first)
 
 
 def slowest_stage_ms(result: pipedream.RunResult) -> float:
-    """Milliseconds of user code per minibatch at the busiest stage, over the same minibatches."""
+    """Returns milliseconds of user code per minibatch at the busiest stage, without the first tenth of the
+    minibatches."""
     first = max(3, len(result.losses) // 10)
     per_stage = [
         sum(span.compute_ns for span in spans if span.minibatch > first)

@@ -10,9 +10,9 @@
 //   topk   the elements that are largest in magnitude, a `share` of all. First come their indices (uint32,
 //          ascending), then their values (float32, or the tensor's own 16 bits). Their number follows from
 //          share and the tensor's size. `residual` keeps the elements that are not sent, and the rounding
-//          errors of those that are, and adds them to the next item's tensor (error feedback: Seide et al.
-//          2014; Stich et al. 2018). It keeps nothing of a sum that is an infinity or a NaN. Such a sum is
-//          sent as it is if it is chosen. A sum that is too large for its sent type becomes infinite
+//          errors of the sent elements. It is added to the next item's tensor (error feedback: Seide et al.
+//          2014; Stich et al. 2018). If such a sum is an infinity or a NaN, `residual` keeps nothing of it,
+//          and it is sent as it is if it is chosen. A sum too large for its sent type becomes infinite
 //
 // All codecs apply to float32 and float64 tensors. int8 and topk also apply to bfloat16 and float16; bf16 and
 // fp16 would not make such tensors smaller. Tensors of every other dtype are sent unchanged. The number of

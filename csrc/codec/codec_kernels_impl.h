@@ -147,7 +147,7 @@ struct List {
 };
 
 // Empties the list, and sets the range of codes. With a bound, most keys are just above the bound, so codes
-// near the bound are made fine; only few keys are so large that they get the largest code.
+// distinguish keys near the bound finely; the few keys that are much larger all get the largest code.
 template <class Number>
 void start_list(std::size_t num_elements, KeyBound<Number> bound, List<Number>& list) {
   using Layout = FloatLayout<Number>;

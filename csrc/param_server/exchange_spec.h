@@ -48,20 +48,20 @@ struct ExchangePeer {
   ExchangeShard shard;
   std::string push_to;
   std::string push_from;
-  std::string factors_to;  // carries one item per round, before the chunks
+  std::string factors_to;  // has one item per round, sent before the chunks
   std::string factors_from;
   std::string pull_to;
   std::string pull_from;
-  bool is_posted = false;  // its versions land directly in the version's slot
+  bool is_posted = false;  // chunks of its versions land directly in the version's slot
 };
 
 struct ExchangeSpec {
   Rounds rounds;
   ReplicaIndex replica;               // this owner
-  std::vector<ExchangeChunk> chunks;  // of its shard, in the order in which they travel
+  std::vector<ExchangeChunk> chunks;  // of its shard, in the order in which they are sent
   std::map<ReplicaIndex, ExchangePeer> peers;
   std::vector<std::byte*> own_slots;             // memory of the stage's version slots
-  std::map<WeightVersion, SlotIndex> slot_of{};  // the slots' versions; empty: the newest, in the first
+  std::map<WeightVersion, SlotIndex> slot_of{};  // versions at the start; empty: the newest, in slot 0
   std::vector<std::byte*> tied_slots;            // version v lies in slot (v - first) mod their number
   std::vector<std::byte*> push_slots;  // zeroed memory of PushLayout::slot_bytes(); a round uses one of them
   Codec push_codec{};

@@ -469,8 +469,8 @@ void StageEngine::learn_end(std::int64_t num_minibatches, std::uint8_t events) {
   for (const Part& part : parts_) send_end_behind_last(part.stage_part.stage);
 }
 
-// Sends the end downstream, if the stage has handed out its last forward. Other stages of the worker may
-// still have forwards to do.
+// Tells the stage downstream that the data have ended, if this stage has handed out its last forward. Other
+// stages of the worker may still have forwards to do.
 void StageEngine::send_end_behind_last(StageIndex stage) {
   const Part& part = part_of(stage);
   const std::int64_t num_minibatches = *cursor_.num_minibatches();

@@ -33,9 +33,11 @@ void WorkTimes::end(const Instruction& done, std::int64_t compute_ns) {
   wait_ns_ = 0;
 }
 
+// Of a wait, only the part in which the device was idle is counted:
+//
 //   host    | wait for item 2 |launch|
 //   device  | item 1 |               | item 2 |
-//                    |--wait--|        counted: the part of the wait in which the device was idle
+//                    |--wait--|        counted
 void WorkTimes::add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
   PD_CHECK(num_told_ < spans_.num_added(), "no item is left of " << spans_.num_added());
   PD_CHECK(compute_ended_ns_ <= began_ns && began_ns <= ended_ns,

@@ -61,7 +61,7 @@ struct ChannelSpec {
   std::string peer;  // for errors: "stage 1 (rank 1)"
   std::uint32_t channel_id = 0;
   ItemSpec item;
-  std::int64_t num_items = 2;  // receive: slots, and so credits; send: items that may wait or be on the wire
+  std::int64_t num_items = 2;  // receive: slots; send: items that may wait or be on the wire at once
   // The channel's first microbatch, counted through the run. A minibatch that is not cut is one microbatch.
   std::int64_t first_microbatch = 0;
   std::int64_t num_microbatches = 1;  // of every minibatch
