@@ -2,15 +2,15 @@
 
     tools/gpu_check.sh [GROUP ...] [--results FOLDER] [--limit SECONDS] [--list]
 
-    core       the build with CUDA; C++ tests of device, weights, codec, transport, pool, channel and stage;
-               compute-sanitizer memcheck on those that reach the GPU
-    training   every pair of options against the reference, two and four workers on one GPU; the transports:
-               CUDA IPC, staged through shared memory and through tcp; the errors for a user's mistakes on a
-               device
-    speed      device to device through the channel, compared with PCIe's copies; a worker compared with the
-               plain loop; the timelines of copies and kernels
-    models     a Llama-like model in bfloat16, two workers compared with the plain loop; the examples, on the
-               GPU
+    core       builds with CUDA; runs the C++ tests of device, weights, codec, transport, pool, channel and
+               stage, and their CUDA cases again under compute-sanitizer memcheck
+    training   compares every pair of options with the reference, with two and four workers on one GPU; tests
+               the transports (CUDA IPC, and staging through shared memory and through tcp) and the errors for
+               a user's mistakes on a device
+    speed      compares transfers from device to device through the channel with PCIe's copies, and a worker
+               with a plain loop; records the timelines of copies and kernels
+    models     compares two workers with a plain loop on a Llama-like model in bfloat16; runs two examples on
+               the GPU
 
 Without a name all groups run, one after the other. Each group can run alone on a bare machine, and ends
 within --limit seconds (540). Steps for which no time is left are reported as not run. Needs Python 3.10 with

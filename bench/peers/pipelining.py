@@ -1,5 +1,4 @@
-"""Compares torch.distributed.pipelining's 1F1B with pipedream's schedules, on the same models, cuts and
-cores.
+"""Compares torch.distributed.pipelining's 1F1B with pipedream's schedules, on the same models and cuts.
 
     python bench/peers/pipelining.py [--rounds 3] [--models gpt,vgg,tiny] [--json FILE]
 

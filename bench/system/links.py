@@ -60,7 +60,7 @@ class Host:
 
 
 def can_make_links() -> str | None:
-    """Names the missing tool or right, or None if links can be made."""
+    """Returns the name of the tool or permission that is missing, or None if links can be made."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]

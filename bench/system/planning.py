@@ -6,9 +6,10 @@ Profiles are random, but the same in each run. Prints the CPU seconds of these c
 the rounds:
 
     solve           pipedream.partition with the paper's cost model
-    by factors      its search alone, for replicas that push factors of a sixteenth of every weight's size
+    by factors      the search of `solve`, for replicas that push factors of a sixteenth of every weight's
+                    size
     within memory   partition with a memory limit for each worker
-    for flush       the search over simulated plans for that schedule, which also chooses m
+    for flush       the search over simulated plans for the schedule flush, which also chooses m
     simulate        making the workers' lists for the plan that `solve` found, and replaying them with the
                     profile's times; for long plans only so many minibatches that there are some hundred
                     thousand instructions

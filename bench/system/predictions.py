@@ -8,17 +8,16 @@ for each worker, so combinations with more workers than this machine has cores a
 combination:
 
     predicted, measured   milliseconds per minibatch
-    error                 of the prediction; the mean and the worst follow below the table
-    halves                by how much the two halves of the run differ, which no prediction can beat
+    error                 the prediction's error; the mean and the worst error follow below the table
+    halves                by how much the two halves of the run differ; no prediction can be closer
     others                the share of the cores' time that other processes took; with shaped links the other
                           ranks count, too
 
 A run that other processes disturbed is repeated, at most --tries times, and the least disturbed run counts.
 Use a quiet machine, because nobody can predict what other processes take of the cores.
 
-    --rounds     calibrates and runs everything so often, and takes the median of each combination's figures;
-                 also prints by how much runs of one combination differ between rounds, which no prediction of
-                 a single run can beat
+    --rounds     calibrates and runs everything in each round, and takes the median of each combination's
+                 figures; also prints by how much runs of one combination differ between rounds
     --links      adds workers on hosts of their own (namespaces) with shaped links, which needs root;
                  pipedream.profile_links measures these links before each run, and with --only bit/s nothing
                  else runs

@@ -1,14 +1,15 @@
-"""Measures every schedule: equality with the reference, versions kept, memory and bubbles, predicted and
-measured. Writes the table in docs/schedules.md between its two marks.
+"""Measures for every schedule whether its results equal the reference's, how many weight versions and how
+much memory it needs, and its bubbles. Writes the table in docs/schedules.md between its two marks.
 
     python bench/system/schedules.py [--stages 4] [--write docs/schedules.md] [--json results.json]
 
-Two runs per schedule, by `pipedream.run` with local workers:
+There are two runs of `pipedream.run` per schedule, with local workers:
 
-    numbers   a float64 network with convolutions, batch norm, dropout and an embedding tied across stages:
-              losses and weights against `pipedream.reference`, weight versions and memory terms
-    time      layers that sleep instead of computing, so that a machine with two cores can time a schedule of
-              four workers: bubbles against the simulator's, both by the same definition
+    numbers   trains a float64 network with convolutions, batch norm, dropout and an embedding tied across
+              stages; compares losses and weights with `pipedream.reference`, and measures weight versions
+              and memory terms
+    time      runs layers that sleep instead of computing, so that a machine with two cores can time a
+              schedule of four workers; compares bubbles with the simulator's, both by the same definition
 
 Bubbles are those in the steady window that `pipedream.simulator.Simulation` defines: after the run's warm-up
 and before its cool-down. For a schedule that drains every minibatch, the window includes the warm-up and

@@ -13,8 +13,8 @@ measures, in turn:
     alone         the model without any exchange, on all hosts at once
 
 Prints ms per update: the median over the rounds, the least and the most. "beyond" is this time minus that of
-the model alone. The limit is the time that the link of a host needs for the bytes of each direction: 2 (m -
-1) / m of the parameters.
+the model alone. In each direction the link of a host carries 2 (m - 1) / m times the parameters' bytes; the
+limit is the time that it needs for these bytes.
 
 With k spares there are k more hosts. Pipedream's plan is measured without and with them, each compared with
 its own limit (planning/synced_bytes.py). In all other measurements these hosts wait.

@@ -1,6 +1,6 @@
-// Binds functions for pipedream._core that deal parameters to shards and compute the mean of the replicas'
-// gradients, and the record of an asynchronous shard's updates. Python passes pointers as integers. The
-// caller owns the tensors and has checked dtype, contiguity and size.
+// Binds three things for pipedream._core: dealing parameters to shards, the mean of the replicas' gradients,
+// and the record of an asynchronous shard's updates. Python passes pointers as integers. The caller owns the
+// tensors and has checked dtype, contiguity and size.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -52,11 +52,11 @@ inline constexpr std::size_t kInt8BlockElements = 256;
 
 inline constexpr std::size_t kTopKElementsMax = 0xFFFFFFFF;  // an index has 32 bits
 
-// The number of elements that topk sends. At most kTopKElementsMax elements (checked).
+// The number of elements that topk sends. num_elements may be at most kTopKElementsMax (checked).
 [[nodiscard]] std::size_t topk_num_chosen(const Codec& codec, std::size_t num_elements);
 
-// The exact number of encoded bytes. The codec must apply to dtype. topk: at most kTopKElementsMax elements
-// (checked).
+// The exact number of encoded bytes. The codec must apply to dtype. For topk num_elements may be at most
+// kTopKElementsMax (checked).
 [[nodiscard]] std::size_t encoded_bytes(const Codec& codec, DType dtype, std::size_t num_elements);
 
 struct CodecWork {

@@ -101,7 +101,7 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
 //     elements as are sent, and some more.
 //   2 residual += values, and every element above the bound is listed. If the list gets full, it keeps the
 //     num_chosen largest, and the bound rises to the smallest of these. Later elements that equal the bound
-//     are not chosen, because of equal elements the first ones are chosen.
+//     are not chosen: of equal elements, the first ones are chosen.
 //   3 If the sample's bound was too high, fewer elements are listed than must be sent. Then all elements are
 //     listed again, without a bound.
 //   4 The list keeps the num_chosen largest. Its entries become their indices, and the values are written.

@@ -24,8 +24,8 @@
 namespace pipedream {
 
 // Divides a push slot into three areas, in this order: zeros, which are sent for missing gradients if the
-// codec is topk; the copies of chunks; the flags of all chunks. topk needs zeros, because it adds to every
-// gradient the values that it has not sent before.
+// codec is topk; the copies of all chunks that no single gradient fills; the flags of all chunks. topk needs
+// zeros, because it adds to every gradient the values that it has not sent before.
 class PushLayout {
  public:
   explicit PushLayout(const Codec& codec) : codec_(codec) {}

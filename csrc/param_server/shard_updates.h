@@ -38,7 +38,8 @@ class ShardUpdates {
   [[nodiscard]] WeightVersion round(ReplicaIndex replica) const;
   // The number of gradients applied to the part. Each gradient is from one minibatch.
   [[nodiscard]] std::int64_t num_updates(std::int64_t part) const;
-  // The replica of each applied part, in order of time. Empty once there are more than kNumOrderedMax.
+  // The replica of each applied part, in order of time. Empty once it would have more than kNumOrderedMax
+  // entries.
   [[nodiscard]] const std::vector<std::uint32_t>& order() const { return order_; }
 
  private:

@@ -118,8 +118,8 @@ class StageEngine {
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns) { times_.add_compute(began_ns, ended_ns); }
   // Requests an evaluation of the weights before this minibatch. Called at replica 0 of every stage, during
   // the first FORWARD of the minibatch or when all is done. Then EVALUATEs come at their place in the
-  // program. Complete the last EVALUATE with is_end_of_data; the stage downstream then knows that no other
-  // follows.
+  // program. Complete the last EVALUATE with is_end_of_data; the stage downstream then knows that no further
+  // item follows.
   void begin_evaluation(MinibatchId boundary);
   // Evaluates the weights before the current FORWARD, which is not completed but handed out again afterwards.
   // Allowed at the first stage of a schedule that drains, during the FORWARD of the first microbatch of a
@@ -159,7 +159,7 @@ class StageEngine {
   // The failure with the position in front of its message. If a peer's message has a position already, it is
   // returned unchanged.
   [[nodiscard]] Failure located(const Failure& failure) const;
-  // Adds time to the current item's wait, for a wait outside the schedule or for other work of the caller
+  // Adds time to the current item's wait: a wait outside the schedule, or other work that the caller did
   // until the item came.
   void add_wait(std::int64_t wait_ns) {
     if (handed_out_ || times_.is_asking()) times_.add_wait(wait_ns);

@@ -69,7 +69,8 @@ class Worker {
   void seal();
   // Channel name -> endpoint, for every receive channel.
   [[nodiscard]] std::map<std::string, std::string> listen();
-  // endpoints: one for every send channel, by name. Throws a UserError that names a missing one.
+  // endpoints: the endpoint of every send channel, by the channel's name. Throws a UserError that names a
+  // channel without an endpoint.
   void connect(const std::map<std::string, std::string>& endpoints);
   // True when all channels are open. False at the deadline; then channels_not_open() returns the names of the
   // channels that are not open.

@@ -57,7 +57,7 @@ AdamFactors<T> adam_factors(const AdamOptions& options, std::int64_t step, doubl
   factors.gradient_scale = static_cast<T>(options.maximize ? -gradient_scale : gradient_scale);
   factors.weight_decay = static_cast<T>(options.weight_decay);
   factors.weight_share = static_cast<T>(kept);
-  // Rounds the weight first and subtracts it from 1 after that, as torch's lerp does.
+  // lerp_weight is rounded first, and only then subtracted from 1, as in torch's lerp.
   factors.lerp_factor = static_cast<T>(lerp_weight);
   if (lerp_weight >= 0.5) factors.lerp_factor = 1 - factors.lerp_factor;
   factors.beta2 = static_cast<T>(options.beta2);

@@ -23,7 +23,8 @@ inline constexpr std::int64_t kTaskElements = 1 << 15;
 // another thread costs as much as it saves.
 inline constexpr std::int64_t kParallelElementsMin = 1 << 17;
 
-// Calls body(tensor, first, count) for each tensor's part of the row's elements [begin, end).
+// All tensors' elements form one row. Calls body(tensor, first, count) for each tensor that has elements in
+// the range [begin, end) of the row.
 template <class Tensor, class Body>
 void for_each_part(std::span<const Tensor> tensors, std::int64_t begin, std::int64_t end, const Body& body) {
   std::int64_t tensor_begin = 0;

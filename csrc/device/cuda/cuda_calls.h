@@ -1,5 +1,5 @@
-// Helpers for all code that calls the CUDA runtime. Such code checks every return value, and calls the
-// runtime only inside a DeviceScope.
+// Provides helpers for all code that calls the CUDA runtime. Such code checks every return value, and calls
+// the runtime only inside a DeviceScope.
 #pragma once
 
 #include <cuda_runtime_api.h>

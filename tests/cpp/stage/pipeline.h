@@ -60,8 +60,8 @@ struct PipelineOptions {
   ScheduleOptions schedule;
   std::int64_t num_minibatches = 0;
   std::uint32_t seed = 1;
-  // The engine of a worker with several stages takes the end that its first stage receives. This says whether
-  // the test takes the ends of the other stages, which come after the worker is done.
+  // Whether the test receives every end of the data. If a worker has several stages, its engine receives only
+  // the first stage's end; the ends for its other stages come when the worker is done.
   bool takes_every_end = true;
   Fault fault = Fault::kNone;  // of faulty_stage, instead of completing the first forward of faulty_minibatch
   std::int64_t faulty_stage = 0;
