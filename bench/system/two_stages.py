@@ -77,7 +77,8 @@ def _plain_loop(arguments: tuple[int, int, int, str]) -> float:
 
 
 def two_processes_ms(pool: Pool, width: int, batch: int, num_minibatches: int, device: str) -> float:
-    """Returns milliseconds per minibatch of two independent processes that run at the same time."""
+    """Runs two independent processes at the same time. Returns the mean of their milliseconds per
+    minibatch."""
     return statistics.mean(pool.map(_plain_loop, [(width, batch, num_minibatches, device)] * 2, chunksize=1))
 
 

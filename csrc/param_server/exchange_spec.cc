@@ -1,4 +1,4 @@
-// Views of gradients and of their pieces.
+// Makes views of gradients and of their pieces.
 #include "param_server/exchange_spec.h"
 
 #include "base/check.h"

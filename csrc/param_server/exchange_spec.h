@@ -65,7 +65,7 @@ struct ExchangeSpec {
   std::vector<std::byte*> tied_slots;            // version v lies in slot (v - first) mod their number
   std::vector<std::byte*> push_slots;  // zeroed memory of PushLayout::slot_bytes(); a round uses one of them
   Codec push_codec{};
-  bool keeps_gradients = false;  // the optimizer may keep them: no mean in a received item
+  bool keeps_gradients = false;  // the optimizer may keep them, so no mean is written over them
   bool on_host = true;           // means of float32 and float64 are made here
   // Whether this owner sends another replica the chunks of a new version only after it has sent that replica
   // all pushed chunks. All channels of a link get equal parts of the bandwidth. So versions would slow down

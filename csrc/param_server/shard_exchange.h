@@ -170,7 +170,7 @@ class ShardExchange {
   // The update that is being made.
   std::int64_t round_ = 0;
   std::int64_t num_minibatches_ = 0;
-  std::shared_ptr<OwnGradients> own_;  // null: it has no part of the round
+  std::shared_ptr<OwnGradients> own_;  // null: this owner has no minibatch in the round
   SlotIndex write_slot_;
   std::map<ReplicaIndex, std::vector<TensorView>> held_;  // chunks still to be sent, in order
   bool is_held_ = false;                                  // whether the chunk being published is in held_

@@ -53,7 +53,7 @@ class PushLayout {
 
 class ShardPushes {
  public:
-  // Both outlive it.
+  // spec and carrier outlive this object.
   ShardPushes(const ExchangeSpec& spec, ItemCarrier& carrier);
 
   // Gives the parameter's gradient of the round. A gradient without data counts as missing.

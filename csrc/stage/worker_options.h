@@ -90,7 +90,7 @@ struct EdgeChannelName {
 // The most payload bytes of one frame of the channel.
 [[nodiscard]] std::size_t payload_bytes_max(const ChannelSpec& spec);
 
-// Throw UserError for a name that is unknown.
+// make_device() and make_transport() throw UserError for a name that is unknown.
 [[nodiscard]] std::unique_ptr<Device> make_device(const std::string& name);
 [[nodiscard]] std::unique_ptr<Transport> make_transport(const WorkerOptions& options);
 

@@ -84,8 +84,8 @@ class HostStream final : public Stream {
   void run_operations();
 
   BoundedQueue<Operation> operations_;
-  // The numbers of operations that are pushed, counted just before, and that have run. If the two are equal,
-  // no operation is pending.
+  // num_enqueued_ counts operations before they are pushed, num_done_ after they have run. If the two are
+  // equal, no operation is pending.
   std::atomic<std::uint64_t> num_enqueued_ = 0;
   std::atomic<std::uint64_t> num_done_ = 0;
   std::thread thread_;  // last: it uses the members above

@@ -61,7 +61,7 @@ struct PipelineOptions {
   std::int64_t num_minibatches = 0;
   std::uint32_t seed = 1;
   // Whether the test receives every end of the data. If a worker has several stages, its engine receives only
-  // the first stage's end; the ends for its other stages come when the worker is done.
+  // the first stage's end; the ends for its other stages come after the worker is done.
   bool takes_every_end = true;
   Fault fault = Fault::kNone;  // of faulty_stage, instead of completing the first forward of faulty_minibatch
   std::int64_t faulty_stage = 0;
@@ -85,8 +85,8 @@ struct WorkerReport {
 };
 
 // Runs all workers, and returns one report per worker. Checks every value that a worker computes: it must
-// equal that of a run without a pipeline, one minibatch after the other, that reads the same weight versions
-// (Replay in pipeline.cc).
+// equal that of a run without a pipeline, one minibatch after the other, with the weight versions that
+// docs/schedules.md says (Replay in pipeline.cc).
 [[nodiscard]] std::vector<WorkerReport> run_pipeline(const PipelineOptions& options);
 
 // Checks that the reports are those of a run that came to its end without a failure.
