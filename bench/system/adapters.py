@@ -22,7 +22,7 @@ TERMS = ("weight versions", "optimizer state", "parameter gradients", "stashed a
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and the product of two small trained ones."""
+    """A frozen linear layer, to whose output that of two small trained layers is added."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()

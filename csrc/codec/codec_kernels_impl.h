@@ -248,8 +248,8 @@ struct Histogram {
 };
 
 // All keys above `key` are chosen, and the first num_equal keys that equal `key`. is_whole: whether the
-// search ended early, because exactly as many keys as wanted are at least `key`. Then all of these are
-// chosen.
+// search ended early, because exactly as many keys as wanted are at least `key`. Then all keys that are at
+// least `key` are chosen.
 template <class Bits>
 struct Threshold {
   Bits key;
