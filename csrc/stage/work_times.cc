@@ -33,7 +33,7 @@ void WorkTimes::end(const Instruction& done, std::int64_t compute_ns) {
   wait_ns_ = 0;
 }
 
-// Of a wait, only the part in which the device was idle is counted:
+// Counts only the part of a wait in which the device was idle:
 //
 //   host    | wait for item 2 |launch|
 //   device  | item 1 |               | item 2 |
