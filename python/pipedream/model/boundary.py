@@ -43,7 +43,8 @@ __all__ = [
 _KEEP = "keep the structure of the first minibatch"
 _NOTHING = object()  # marks a tensor that the value has not given yet
 
-# The types of nodes with keys (and below, of nodes with positions), by their names in a structure.
+# The types of nodes whose entries have keys, then the types of nodes whose entries have positions. Each type
+# stands under its name in a structure.
 _KEYED: dict[str, type[dict[str, Any]]] = {"dict": dict, "keywords": Keywords}
 _INDEXED: dict[str, type[Any]] = {"tuple": tuple, "list": list, "microbatches": Microbatches}
 
@@ -85,8 +86,8 @@ class Boundary:
         return cls(structure, tuple(specs))
 
     def or_as(self, other: Boundary) -> Boundary:
-        """Returns a boundary for values as large as `self` or `other` plans. Raises ValueError if the two
-        differ in more than sizes.
+        """Returns a boundary with room for the values of either boundary, `self` or `other`. Raises
+        ValueError if the two differ in more than sizes.
         """
         kinds = [[(spec.dtype, len(spec.shape)) for spec in b.tensors] for b in (self, other)]
         if self.structure != other.structure or kinds[0] != kinds[1]:
@@ -180,8 +181,8 @@ class Boundary:
     ) -> None:
         """Raises ValueError naming stage and minibatch unless the tensors fit the plan.
 
-        Another number of tensors, dtype or rank is refused, and so is a larger first dimension or more bytes.
-        Smaller tensors are fine: the last batch may be short.
+        The number of tensors, their dtypes and their ranks must be as planned. No tensor may have a larger
+        first dimension or more bytes than planned. Smaller tensors are fine: the last batch may be short.
         """
         if len(tensors) != len(self.tensors):
             raise ValueError(
@@ -195,7 +196,8 @@ class Boundary:
             if fault is not None:
                 raise ValueError(f"{_where(stage, minibatch)}{self._name_of(tensor_index)} {fault}")
 
-    # These methods say how tensors are laid out when they are sent. gradients: the tensors are gradients.
+    # sent() and received() change between the layout in which tensors are sent and the layout in which a
+    # stage uses them. gradients: whether the tensors are gradients.
 
     def sent(self, tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> list[torch.Tensor]:
         return _each(as_sent, tensors, self._gradient_orders if gradients else self._orders)
@@ -337,8 +339,8 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
 
 
 def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
-    """Returns the value with its tensors on the device. A tensor that is there already stays the same object,
-    unless `copy` asks for new memory for all.
+    """Returns the value with its tensors on the device. A tensor that is on the device already stays the same
+    object, unless `copy` is True.
     """
     if isinstance(value, torch.Tensor):
         return value if value.device == device and not copy else value.to(device, copy=copy)

@@ -1,10 +1,10 @@
 """Intercepts calls of modules. Each call goes through a handler. The handler makes the call, or returns
 something else without making it.
 
-The handler gets a call together with the module's hooks. It is installed where torch installs a compiled
-call. So the module keeps its class, which user code may check. This does not work for a class that defines
-`__call__` itself (checkpointing). Modules of such a class temporarily get a subclass of the same name. Owned
-by the thread that runs the forward.
+A handler is installed in the attribute in which torch keeps a module's compiled call. The call that the
+handler gets includes the module's hooks. A module keeps its class, because user code may check it. Only
+modules whose class defines `__call__` itself (checkpointing) temporarily get a subclass of the same name.
+Owned by the thread that runs the forward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 __all__ = ["CallHandler", "calls_seen", "is_compiled", "module_names", "visible_modules"]
 
 CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""A function of (module, the call itself, positional arguments, keyword arguments). Its result is the result
-of the call for the caller.
+"""A function of (module, the call itself, positional arguments, keyword arguments). The module's caller gets
+the function's result as the result of the call.
 """
 
 _HANDLER = "_pipedream_call_handler_"  # stored in the module: other threads have modules of their own
@@ -77,7 +77,7 @@ _COMPILED_CALL = "_compiled_call_impl"  # nn.Module.__call__ calls this, if set,
 
 
 def _see_call(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
-    """Intercepts a module's calls. Returns a function that undoes it."""
+    """Intercepts a module's calls. Returns a function that ends the interception."""
     before = vars(module).get(_COMPILED_CALL)
     call = before or module._call_impl
 
@@ -96,7 +96,7 @@ def _see_call(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
 
 
 def _see_class(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
-    """Intercepts a module's calls by a subclass. Returns a function that undoes it."""
+    """Intercepts a module's calls by a subclass. Returns a function that ends the interception."""
     kind = type(module)
     name = _handler_name(kind)
 

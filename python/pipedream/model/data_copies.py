@@ -95,8 +95,8 @@ def _copy_of_samplers(parts: tuple[Any, Any, Any], shared: dict[int, Any]) -> tu
 
 
 def _shallow_copy(data: Any) -> Any:
-    """Returns a shallow copy, or the data themselves if they cannot be copied or iterating does not change
-    them.
+    """Returns a shallow copy. Returns the data themselves if they cannot be copied, or if iterating them
+    changes nothing.
     """
     if data is None or isinstance(data, (list, tuple)):
         return data

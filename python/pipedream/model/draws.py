@@ -4,21 +4,20 @@ masks are then the same for every cut, number of replicas, schedule and recomput
     seed = position << 32 | hash(base seed, minibatch, microbatch, position)
            where in the forward      which numbers are drawn there
 
-A position is the begin, or the end, of a module's call that drew random numbers when the model was traced. In
-a list of layers it is the begin of a layer. The generator is seeded where such a call begins. If the caller
-then draws numbers, too, the generator is also seeded where the call ends. So a stage after a cut draws the
-same numbers as a run without cuts, although it makes none of the earlier calls.
+A position numbers a place where the generator is seeded. In a list of layers it is the begin of a layer. In a
+traced model it is the begin of a module's call that drew random numbers in the trace. It is also the end of
+such a call, if the code around the call draws numbers next. So a stage after a cut draws the same numbers as
+a run without cuts, although it makes none of the earlier calls.
 
-The seed contains the position because a generator remembers its seed: code that saves and restores a
-generator's state restores the position with it. The CPU's generator uses the low half of the seed.
+The seed contains the position because a generator remembers its seed: code that restores a generator's state
+then also restores the position.
 
-    forward         begin() sets the stage's first position; each call that draws has its own
-    recompute       begin() again, so it draws the same
-    checkpoint()    repeats its forward in the backward; go_back_to() sets that backward's microbatch
-    between calls   code and hooks draw on from the last position, alike at all stages that run them: a module
-                    called before they draw has a position, or its call leaves the generators unchanged
-    eval()          draws nothing, so nothing is keyed and no time is spent
-    a module that only a later minibatch calls draws by its name
+    forward         begin() seeds at the stage's first position, each call that draws at its own position
+    recompute       calls begin() again, so it draws the same numbers
+    checkpoint()    repeats a forward in the backward; go_back_to() sets the backward's microbatch
+    between calls   code and hooks continue from the last position; all stages that run them draw the same
+    eval()          draws nothing, so nothing is seeded
+    other calls     a module that only a later minibatch calls draws by its name
 
 Generators are global to a process: use them on the thread that runs the stages, and on autograd's.
 """
@@ -49,8 +48,8 @@ __all__ = ["DrawSites", "KeyedDraws", "SeenDraws", "drawing_alike", "keyed_draws
 _LOW_BITS = 32
 _LOW = (1 << _LOW_BITS) - 1
 _NEXT_BITS = 10
-"""Bits of a position below the traced positions. They number calls that come after a module's last traced
-call.
+"""Number of low bits of a position that are 0 in a traced position. They number further calls of a module
+after its last traced call.
 """
 _NOT_ONLY = (-1, None)
 _mixed = _core.derived_seed
@@ -69,12 +68,13 @@ class DrawSites:
     ends: Mapping[int, int] = field(default_factory=dict)
     """Position of a call's begin -> position of its end, for each call after which its caller draws."""
     skips: Mapping[CallKey, int] = field(default_factory=dict)
-    """Call -> the last position up to the call's end, for every call after which draws depend on that
-    position.
+    """Call -> the last position inside the call, for calls after which draws may depend on this position. A
+    stage that skips such a call seeds the generators at this position instead.
     """
     quiet: frozenset[str] = frozenset()
-    """Modules that drew nothing in the trace, and whose caller drew after their call. A stage after a cut may
-    not call them. So if they draw in a later minibatch, their draws must not change the caller's numbers.
+    """Modules that drew nothing in the trace, and whose caller drew after their call. A stage after a cut
+    skips their calls. So if such a module draws in a later minibatch, its draws must not change the caller's
+    numbers.
     """
     draws_between: bool = False
     """Whether code outside all module calls draws."""
@@ -200,9 +200,9 @@ def keyed_draws(
 
 @contextlib.contextmanager
 def drawing_alike(stage: StageModule, device: torch.device) -> Iterator[None]:
-    """In the with block, a stage of a traced model draws the same numbers in every process. If the model's
-    code branches on a drawn number, all processes then take the same branch. A list of layers draws from the
-    generators as usual.
+    """In the with block, a stage of a traced model draws the same numbers in every process, so that all
+    processes take the same branch where the model's code branches on a drawn number. A list of layers draws
+    from the generators as usual.
     """
     traced = stage.traced_draws is not None
     draws = keyed_draws(0, [stage], [SeenDraws()], device) if traced else None
@@ -271,8 +271,8 @@ class KeyedDraws:
             self._seed(_start_of_layer(stage.first_layer))
 
     def go_back_to(self, minibatch: int, microbatch: int) -> None:
-        """Makes calls draw for this microbatch again. Call it before the microbatch's backward, which may
-        repeat calls.
+        """Makes later calls draw the numbers of this microbatch. Call it before the microbatch's backward,
+        which may repeat calls of the forward.
         """
         self._context = _mixed(_mixed(self._base, minibatch), microbatch)
 

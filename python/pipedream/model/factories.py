@@ -1,8 +1,8 @@
 """Calls and checks the user's functions `optimizer` and `lr_scheduler`, and tries them before any process
 starts.
 
-An error in them is raised again with the argument and the stage, and with the user's own error as its cause.
-Any thread.
+If such a function fails, the error names the argument and the stage, and has the user's own error as its
+cause. Any thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 def make_masters(named: NamedParameters) -> list[nn.Parameter]:
-    """Returns parameters for an optimizer. They share the memory and the attributes of these parameters."""
+    """Returns parameters for an optimizer, which share the memory and the attributes of the named parameters."""
     return [_make_master(parameter) for _, parameter in named]
 
 

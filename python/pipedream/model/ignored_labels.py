@@ -11,8 +11,8 @@ B, and with both:
     mean over all positions      f(A + B) = f(A) + f(B)
     mean over samples' means     f(A + B) = (samples of A * f(A) + samples of B * f(B)) / samples
 
-Since A and B are samples, the test also works for a decoder whose inputs are made from the labels. The first
-equation must fit by far the best. Owned by the worker's compute thread.
+The test takes whole samples, so it also works for a decoder whose inputs are made from the labels. The loss
+is a mean over labels if the first equation fits by far the best. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class UnevenLabels:
     valid: int
     """Some label other than -100."""
     is_uneven: tuple[bool, bool]
-    """Whether the microbatches have unequal shares of labels, in two cases: all labels count, or each
-    sample's first label does not.
+    """Whether the microbatches have unequal shares of labels: first if every label counts, second if each
+    sample's first label does not count.
     """
     is_named: bool
     """Whether the targets are a batch with named entries."""
@@ -134,8 +134,8 @@ class IgnoredLabels:
 
 
 def with_other_labels(value: Any, labels: Tensor, others: Tensor) -> Any:
-    """Returns a copy of inputs or targets with other labels wherever these occur. If there are twice as many
-    other labels, all samples are repeated.
+    """Returns a copy of inputs or targets in which `others` replace `labels` everywhere. If `others` have
+    twice as many samples, the copy has every sample twice.
     """
     ratio = len(others) // len(labels)
 

@@ -3,9 +3,9 @@ whole model.
 
     the modules' own   reset_parameters() of each module, then _init_weights(module) of the model around it
                        (Hugging Face), children before parents, in the order of a model's constructor
-    a function         of a module, called after the module's own
-    a checkpoint       safetensors, a file or a folder of them, by name; buffers that it lacks come from the
-                       modules
+    a function         the user's; called with each module, after the module's own functions
+    a checkpoint       a safetensors file or a folder of such files, which give values by name; buffers that
+                       the checkpoint lacks come from the modules
 
 Every draw of random numbers has a stream of its own, which depends on the seed, the module and the number of
 the module's earlier draws. Tensors that stay on the meta device draw as well. So the values of a tensor do
@@ -57,9 +57,11 @@ WeightSource = Callable[[nn.Module], Any] | str | os.PathLike[str] | None
 """The source of the values for a model on the meta device. None: the modules' own functions."""
 
 WEIGHT_INDEX = "model.safetensors.index.json"
-"""The file, in a folder of safetensors, that says which file has which tensor."""
+"""Name of the file that says which safetensors file of a folder has which tensor."""
 COMPLEX_MARK = "complex:"
-"""Prefix of a name in safetensors, which lack complex128: the tensor is saved as pairs of reals."""
+"""Prefix of the name of a complex128 tensor, which is saved as pairs of reals because safetensors lacks the
+dtype.
+"""
 
 _UNSET = 0xFF  # this byte, repeated, is NaN in a float of any width
 
@@ -68,10 +70,10 @@ def materialise(model: Model, weights: WeightSource = None, *, seed: int | None 
     """Gives a model that was made on the meta device its values, in host memory. They are the values from
     which `run` starts with this seed, or those of a checkpoint that `run(save=folder)` wrote.
 
-    weights: None calls each module's own `reset_parameters()` and `_init_weights`. A function of a module is
-    called after these two, and sets the tensors that they leave unset. A safetensors file, or a folder of
-    such files, gives the values by name. Tensors that are not on meta, and the generators, keep their state.
-    Raises ValueError naming the tensors that nothing sets.
+    weights: None calls each module's own `reset_parameters()` and `_init_weights`. A function is called with
+    each module after these two, and sets the tensors that they leave unset. A safetensors file, or a folder
+    of such files, gives the values by name. Tensors that are not on meta, and the generators, keep their
+    state. Raises ValueError naming the tensors that nothing sets.
     """
     check_weights(weights)
     roots = roots_of(model)
@@ -358,8 +360,8 @@ class _Checkpoint:
             )
 
     def names_of(self, wanted: Collection[str], roots: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-        """Returns {wanted name: name in the checkpoint} for the tensors that the checkpoint has. A tensor
-        with several names may have any of them there.
+        """Returns {wanted name: name in the checkpoint} for the tensors that the checkpoint has. The
+        checkpoint may have a tensor with several names under any of these names.
         """
         first_name = {id(tensor): name for name, tensor in _tensors_of(roots)}
         found: dict[str, str] = {}

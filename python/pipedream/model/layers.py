@@ -75,12 +75,13 @@ class Layer:
 
 
 def layers_of(model: Model) -> list[tuple[str, nn.Module]]:
-    """Returns (name, layer) in the order in which they run. The profiler times these layers, and a plan may
-    cut after each.
+    """Returns (name, layer) for each layer, in the order in which the layers run. The profiler times these
+    layers, and a plan may cut after each.
 
-    They are the children of an nn.Sequential, or the entries of a list, tuple or nn.ModuleList. Any other
-    module is a single layer until it is cut (cut_model.py); so is an nn.Sequential with a forward or hooks of
-    its own. Raises TypeError for anything else, and ValueError for a model without layers.
+    The layers are the children of an nn.Sequential, or the entries of a list, tuple or nn.ModuleList. Any
+    other module is a single layer until it is cut (cut_model.py). An nn.Sequential with a forward or hooks of
+    its own is also a single layer. Raises TypeError for anything else, and ValueError for a model without
+    layers.
     """
     return [(layer.name, layer.module) for layer in named_layers(model)]
 

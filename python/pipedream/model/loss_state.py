@@ -99,8 +99,8 @@ def set_loss_state(loss_fn: Any, state: Mapping[str, Tensor]) -> None:
 
 
 def joined_loss_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Joins the states of the last stage's replicas. Floating-point values become the mean if all replicas
-    have them in the same shape; others come from the first replica.
+    """Joins the states of the last stage's replicas. A floating-point value becomes the mean over the
+    replicas, if all have it in the same shape. Any other value comes from the first replica.
     """
     if not states:
         return {}

@@ -33,10 +33,10 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, 
 def samples_of(inputs: Any, targets: Any) -> int | None:
     """Returns the number of samples of a minibatch; None if it is unknown.
 
-    It is the size of dimension 0 of the first tensor that has one, in the targets, or else in the inputs. A
-    size of 1, which broadcasts, does not count if another tensor has more. If the targets are a list with one
-    entry per sample, its length counts. Without any tensor, the length of any such list counts. Microbatches
-    have the sum of their batches' samples.
+    It is the size of dimension 0 of the first tensor that has dimensions, in the targets, or else in the
+    inputs. A size of 1, which broadcasts, does not count if another tensor has a larger size. If the targets
+    are a list with one entry per sample, the list's length counts. If there are no tensors, the length of any
+    list with one entry per sample counts. For Microbatches it is the sum over their batches.
     """
     if isinstance(inputs, Microbatches) or isinstance(targets, Microbatches):
         return sum(sizes_of(inputs, targets, None, 1))
@@ -65,8 +65,8 @@ def _are_samples(targets: Sequence[Any], inputs: Any) -> bool:
 
 
 def _has_entries_of_samples(sequence: Sequence[Any]) -> bool:
-    """Whether each entry must belong to one sample. This is so for texts, and for numbers or similar values
-    in a list.
+    """Whether each entry must belong to one sample, because the entries are texts, or numbers or similar
+    values in a list.
     """
     kinds = {type(entry) for entry in sequence}
     if isinstance(sequence, list):
@@ -112,7 +112,7 @@ def _is_of_samples(value: Any, num_samples: int) -> bool:
 
 
 def batch_size_of(inputs: Any, targets: Any) -> int | None:
-    """Returns the batch size for a profile: the number of samples, at least 1, None if unknown. If the
+    """Returns the number of samples of a minibatch, for a profile: at least 1; None if it is unknown. If the
     samples of the inputs are joined (words of bags, nodes of graphs), the number comes from the targets.
     """
     num_samples = samples_of(inputs, targets)
@@ -130,9 +130,9 @@ def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:
 
 
 def sizes_of(inputs: Any, targets: Any, num_samples: int | None, num_microbatches: int) -> list[int]:
-    """Returns the number of samples of each microbatch. torch.chunk's rule gives it from num_samples;
-    Microbatches have it themselves. A stage that reads only inputs, or only targets, passes None for the
-    other.
+    """Returns the number of samples of each microbatch: the number in each batch of Microbatches, or the
+    numbers into which torch.chunk cuts num_samples. A stage that reads only inputs passes None for the
+    targets; a stage that reads only targets passes None for the inputs.
     """
     if not (isinstance(inputs, Microbatches) or isinstance(targets, Microbatches)):
         return piece_sizes(num_samples, num_microbatches)
@@ -160,8 +160,9 @@ def chunk(
     tensors without a dimension, tensors of size 1 in dimension 0 if other tensors have more (positions, masks
     of shape (1, T)), and constants.
 
-    Like torch.chunk, this may return fewer pieces than asked for (5 samples in 4: 2, 2, 1). A value
-    without samples is repeated for each piece of num_samples. Microbatches are returned uncut.
+    Like torch.chunk, this may return fewer pieces than num_microbatches: 5 samples in 4 microbatches give
+    pieces of 2, 2 and 1. A value without samples is returned as often as num_samples samples would have
+    pieces. Microbatches are returned uncut.
 
     Raises ValueError, naming `name` and minibatch (its number, or a text such as "0 at these sizes"), if
     there are no samples or tensors disagree in their number. Raises TypeError for an object that hides its
@@ -218,9 +219,8 @@ def _without(value: Any, lists: dict[int, Sequence[Any]]) -> Any:
 
 
 def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, minibatch: int | str) -> None:
-    """Raises ValueError for a minibatch of 0 samples, which cannot be cut. num_samples None: the values have
-    no samples. Fewer samples than microbatches are allowed, as in a short last minibatch. Some microbatches
-    are then empty.
+    """Raises ValueError if a minibatch of 0 samples is to be cut into several microbatches. A short last
+    minibatch may have fewer samples than microbatches: some microbatches are then empty.
     """
     if num_samples == 0 and num_microbatches > 1:
         raise ValueError(
@@ -264,9 +264,9 @@ def weights(counts: Sequence[float]) -> list[float]:
 
 
 def counts_of(weight_fn: Callable[[Any], Any], pieces: Sequence[Any], minibatch: int) -> list[float]:
-    """Returns weight_fn's count for each microbatch. pieces: the microbatches' targets. If all counts are 0,
-    all become 1. The loss is then the value that loss_fn returns without labels. Raises ValueError for a
-    negative or infinite count.
+    """Returns weight_fn's count for each microbatch. pieces: the microbatches' targets. If every count is 0,
+    every count becomes 1, so that the sum of counts is not 0. Raises ValueError for a negative or infinite
+    count.
     """
     counts = []
     for piece in pieces:

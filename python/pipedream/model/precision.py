@@ -54,8 +54,8 @@ def autocast_region(device_type: str, dtype: torch.dtype | None) -> contextlib.A
 @contextlib.contextmanager
 def casts_not_kept() -> Iterator[None]:
     """In the with block, every use of a parameter casts it again, also in autocast regions that the model
-    itself opens. With a cache, a later call could use an earlier call's cast. A trace would then show a
-    tensor that crosses the cut between the two, although each stage casts for itself.
+    itself opens. If casts were kept, a later call could use an earlier call's cast. A trace would then show
+    the cast as a tensor that crosses the cut between the two calls, although each stage makes its own casts.
     """
     keeps = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -67,9 +67,9 @@ def casts_not_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_left() -> Iterator[dict[str, torch.dtype]]:
-    """Suspends the caller's regions of autocast in the with block, including regions that turn autocast off.
-    In such a region casts of parameters would be cached until its end. A stage has a region around each
-    forward instead. Yields the dtypes of the regions that were on, by device type.
+    """Suspends the caller's autocast regions in the with block, including regions that turn autocast off. A
+    region caches casts of parameters until it ends, so a stage opens a new region for each forward instead.
+    Yields the dtypes of the caller's regions that were on, by device type.
     """
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in _DEVICES if torch.is_autocast_enabled(kind)}
     depth = torch.autocast_increment_nesting() - 1
@@ -90,8 +90,8 @@ def autocast_left() -> Iterator[dict[str, torch.dtype]]:
 def num_steps_in_flight(
     in_flight: int, num_replicas_first: int, num_replicas_last: int, microbatches_per_step: int
 ) -> int:
-    """Returns how many loss scales may be in use at once if no round drains. It is the number of changes of
-    the scale during which microbatches with an older scale are still in flight.
+    """Returns the number of loss scales that may be in use at once, because microbatches with older scales
+    may still be in flight. This holds for schedules that do not drain the pipeline after a round.
 
     in_flight: microbatches in flight at each replica of the first stage. microbatches_per_step: number of
     consecutive microbatches with the same scale.

@@ -41,8 +41,8 @@ class GeneratorState:
 
     @contextlib.contextmanager
     def replayed(self, device: torch.device) -> Iterator[None]:
-        """In the with block, the generators repeat the random numbers that followed the capture. Afterwards
-        they have the states from before the block.
+        """In the with block, the generators draw the same random numbers as after the capture. Afterwards the
+        generators have the states from before the block.
         """
         outside = GeneratorState.capture(device)
         self.restore(device)

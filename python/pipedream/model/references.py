@@ -128,8 +128,8 @@ def objects_carried_by(name: str, function: Any) -> list[tuple[str, Any]]:
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Raises TypeError for a class. Raises ValueError for a loss with trainable tensors: a stage trains only
-    its own parameters of the model.
+    """Raises TypeError if the loss is a class. Raises ValueError if it has trainable tensors, because a stage
+    trains parameters of the model only.
     """
     if isinstance(loss_fn, type):
         name = loss_fn.__name__
@@ -211,7 +211,7 @@ class _Found(NamedTuple):
 
     def part(self, path: str, value: Any) -> _Found:
         """Returns an entry for a part of an immutable value. To change the part, the whole value must be
-        replaced by a new one.
+        replaced by a new value.
         """
         return _Found(value, path, self.container, self.key, self.held, self.is_outside)
 
@@ -367,7 +367,7 @@ def is_name_of_a_library(module_name: str | None) -> bool:
 
 
 def _is_made_anew(value: Any) -> bool:
-    """Whether _replaced() can make the value again with other tensors."""
+    """Whether _replaced() can make a new value of the same type with other tensors."""
     kind = type(value)
     return kind in (functools.partial, tuple) or (isinstance(value, tuple) and hasattr(kind, "_make"))
 

@@ -8,9 +8,10 @@ The rule is the same in the workers and in the reference:
 - Several workers: data draw from streams of their own, which start at `seed_all(data_seed(base))`, so that
   every worker reads the same minibatches. Torch's stream is swapped in while data are read; `random` and
   numpy belong to the data alone. A model's forward draws numbers keyed by place and microbatch (draws.py). An
-  optimizer's step draws by its stage, its parameters' names and its number (`update_seed`). A backward draws
-  by its stage and microbatch (`backward_seed`). Everything else in a stage draws from the process's
-  generators (`process_seed`). `base` is the caller's `base_seed(seed)`, or rank 0's under torchrun.
+  optimizer's step has a seed from its stage, its parameters' names and the step's number (`update_seed`). A
+  backward has a seed from its stage and microbatch (`backward_seed`). Everything else in a stage draws from
+  the process's generators (`process_seed`). `base` is the caller's `base_seed(seed)`, or rank 0's under
+  torchrun.
 
 A layer in a pipeline must therefore draw from torch's generator only, as dropout does. Generators are global
 to a process: use them on the thread that runs the stage.
@@ -118,7 +119,9 @@ def seed_all(seed: int) -> None:
 
 
 def seed_data(base: int, seed: int | None, num_workers: int) -> None:
-    """Sets the global generators for the process that reads a run's data, by the rule above."""
+    """Sets the global generators of the process that reads a run's data, by the rule in this module's
+    docstring.
+    """
     if num_workers > 1:
         seed_all(data_seed(base))
     elif seed is not None:

@@ -6,7 +6,7 @@ which measures time (layer_sweep.py).
     layers(given), loss(...)  the forward and the loss, each in the run's precision
     backward(...)             leaves gradients at the leaves and at the parameters
 
-Stateless but for the stage. On the thread that runs it.
+StageCalls has no state besides the stage. Used on the thread that runs the stage.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def leaves_of(value: Any, *, copies: bool = False) -> Any:
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Runs the backward from the outputs' gradients. Outputs that need no gradient are left out. So are
-    outputs whose gradient has no elements, because nothing downstream depended on them.
+    """Runs the backward from the outputs' gradients. Leaves out outputs that need no gradient. Also leaves
+    out outputs whose gradient has no elements, because nothing downstream depended on these outputs.
     """
     roots = [
         (output, gradient)

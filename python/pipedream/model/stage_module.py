@@ -41,8 +41,8 @@ class StageModule(nn.Module):
         self.traced_draws: DrawSites | None = None
         """The places at which the model draws random numbers; None for a list of layers."""
         self.modules_at_cuts: frozenset[str] = frozenset()
-        """Names of modules whose call has ended at one of the stage's cuts, while the call around it has not
-        ended.
+        """Names of modules whose call has ended at one of the stage's cuts, inside a call that has not ended
+        there.
         """
         self.draws: KeyedDraws | None = None
         """Seeds the generators while the stage trains."""

@@ -4,8 +4,8 @@ values a process does not need.
     zeroed      for tracing a model on the meta device. Data flow does not depend on values, but any kernel
                 may run, so there must be values.
     poisoned    for parameters of other stages. Code that reads one reads NaN, and the loss shows it.
-                Parameters that the code is known to read get memory of their own, because it may view them in
-                other shapes.
+                Parameters that the code is known to read get memory of their own, because the code may view
+                such a parameter in another shape.
 
 The parameter object stays in place; only its contents are exchanged. Owned by the thread that runs the model.
 
@@ -49,7 +49,7 @@ def _poison_of(dtype: torch.dtype) -> float | int:
 
 def exchange(tensor: Tensor, content: Tensor) -> Tensor:
     """Gives a parameter or buffer the memory and device of `content`, which nobody else may hold. Returns a
-    tensor with the former memory; exchanging it back undoes this.
+    tensor with the former memory, with which a second exchange() restores the parameter or buffer.
     """
     content = content.detach().requires_grad_(tensor.requires_grad)
     # torch.utils.swap_tensors would refuse while a graph holds the tensor. After an error an unused graph may
@@ -60,8 +60,8 @@ def exchange(tensor: Tensor, content: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned(tensors: Iterable[Tensor], device: torch.device, read: Iterable[Tensor] = ()) -> Iterator[None]:
-    """In the with block, the tensors have poison as contents on the device: one element, expanded to the
-    tensor's shape. read: tensors among them that get memory for all of their elements.
+    """In the with block, the tensors contain poison on the device: one element, expanded to the tensor's
+    shape. read: the tensors that get memory for all of their elements.
     """
     in_memory = {id(tensor) for tensor in read}
     with _exchanged(tensors, functools.partial(_poison_like, device=device, in_memory=in_memory)):
@@ -112,8 +112,8 @@ def is_on_meta(modules: Iterable[nn.Module]) -> bool:
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that are made inside have parameters on the meta device, as under torch.device("meta"). Their
-    buffers have the values that the constructors compute.
+    """Modules that are made in the with block have parameters on the meta device, as under
+    torch.device("meta"). Their buffers have the values that the constructors compute.
     """
     register = nn.Module.register_parameter
 

@@ -14,7 +14,7 @@ __all__ = ["Structure", "paths", "rebuilt", "taken_apart"]
 
 
 class Structure(NamedTuple):
-    """One level of a nested value. kind None: a single value."""
+    """One level of a nested value, or a single value (kind None)."""
 
     kind: type[Any] | None = None
     keys: tuple[Any, ...] = ()

@@ -1,4 +1,4 @@
-"""TensorSpec is the plan of one tensor that is sent, across a cut or otherwise.
+"""TensorSpec is the plan of one tensor that is sent to another worker.
 
 Tensors are sent as contiguous memory. A tensor that is not row-major (channels_last, a transposed one) is
 sent in the order of its memory, without a copy. The receiver restores its strides. Pure; any thread.
@@ -63,8 +63,8 @@ class TensorSpec:
         return max(map(math.prod, (self.shape, *self.others))) * self.dtype.itemsize
 
     def is_exceeded_by(self, shape: Sequence[int]) -> bool:
-        """Whether a shape with the same number of dimensions has more elements, or a larger first
-        dimension.
+        """Whether `shape` has more elements, or a larger first dimension, than each planned shape. Both have
+        the same number of dimensions.
         """
         return all(
             math.prod(shape) > math.prod(planned) or (bool(shape) and shape[0] > planned[0])
@@ -72,7 +72,7 @@ class TensorSpec:
         )
 
     def or_as(self, other: TensorSpec) -> TensorSpec:
-        """Returns the spec of a tensor that may fit either spec."""
+        """Returns a spec with room for the tensors of either spec, `self` or `other`."""
         return replace(
             self,
             others=(*self.others, other.shape, *other.others),
@@ -142,7 +142,8 @@ def order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> DimOrder:
     steps: list[int] = []
     for step in stride:  # 0 is an expanded dimension; it keeps its place
         steps.append(step or (steps[-1] if steps else num_entries))
-    # A dimension of size 1 counts as inside one with an equal stride. That makes (N, 1, H, W) channels_last.
+    # A dimension of size 1 counts as faster than another dimension with an equal stride. So a tensor of shape
+    # (N, 1, H, W) counts as channels_last.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-steps[dim], shape[dim] == 1, dim)))
     return () if order == tuple(range(len(shape))) else order
 

@@ -6,12 +6,11 @@ every operation read and wrote.
             call 0   call 1           in no  call 2
                                       call
 
-A tensor is identified by its storage and the storage's version, the number of times it had been written.
-Views of one storage count as the same tensor. The data flow is therefore exact, however Python passes a
-tensor on (attributes, hooks, tuples). Operations outside all module calls belong to the model itself. They
-and the loss are the call ROOT. Recording takes one forward's time plus about 20 us per operation. It keeps no
-tensor alive. The model is unchanged afterwards if the caller wraps the recording in `untouched`. Owned by the
-thread that runs it.
+A tensor is identified by its storage and the number of writes to the storage before it was used. Views of one
+storage count as the same tensor. The data flow is therefore exact, however Python passes a tensor on
+(attributes, hooks, tuples). Operations outside all module calls, and the loss, belong to the call ROOT. The
+recording keeps no tensor alive. The model is unchanged afterwards if the caller wraps the recording in
+`untouched`. Owned by the thread that runs the model.
 
 Data sizes are sizes of dimensions that depend on the contents of a tensor, as after `x[mask]`:
 
@@ -21,8 +20,8 @@ Data sizes are sizes of dimensions that depend on the contents of a tensor, as a
                                          long
     out.index_put_(mask, rows)           has none: out is as long as before
 
-The trace follows these sizes by length, so another dimension that happens to be as long counts as well. A
-slice by a number that Python got from a tensor (`x[:n.item()]`) is not seen.
+The trace compares lengths only, so a dimension that has the same length by chance counts as a data size as
+well. The trace does not see a slice by a number that Python got from a tensor (`x[:n.item()]`).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ _BLIND = {
     "aten::new_full",
 }
 
-# Operations that draw until a number is accepted, so that their count of draws depends on their input.
+# Operations that draw random numbers until one is accepted, so that their input decides how many they draw.
 _DRAWS_BY_CONTENTS = {
     "aten::_sample_dirichlet",
     "aten::_standard_gamma",
@@ -110,7 +109,7 @@ class CallKey(NamedTuple):
 
 
 class CallCounter:
-    """Assigns keys to the calls of one forward, in the order in which they come."""
+    """Assigns keys to the calls of one forward, in the order of the calls."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         """names: calls.module_names()."""
@@ -129,8 +128,8 @@ class CallCounter:
 
 
 class Opaque:
-    """Stands for an object that is no plain value, such as a cache. The class itself is used, not an
-    instance. After a cut such an object is None.
+    """The class itself, not an instance, stands for an object that is no plain value, such as a cache. The
+    stage after a cut gets None in place of the object.
     """
 
 
@@ -195,8 +194,9 @@ class Operation:
     draws: bool
     """Whether the operation drew random numbers."""
     decides: bool
-    """Whether the code that runs after the operation may depend on its result. This is so if the operation
-    gave Python a value, or if the count of random numbers that it drew depends on a tensor's contents.
+    """Whether the operation's result may decide which code runs later, as when .item() gives Python a value.
+    Also True if a tensor's contents decide how many random numbers it drew, because later random numbers then
+    differ.
     """
     is_copy: bool = False
     """Whether the recording added it: see _made_own()."""
@@ -289,8 +289,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _made_own(self, values: list[Any], begin: int) -> list[Any]:
         """Returns the output of a call, with a clone of each tensor that the call passed on unchanged
-        (Identity, Flatten). Readers of the call's output can then be told from readers of its input. begin:
-        the call's first tick.
+        (Identity, Flatten). The trace then shows which operations read the call's output and which read its
+        input. begin: the call's first tick.
         """
         copies: dict[int, Tensor] = {}
         for value in values:
@@ -461,8 +461,8 @@ Sizes = frozenset[int]
 
 
 def data_sizes(func: Any, args: Sequence[Any], output: Tensor, known: Sizes) -> Sizes:
-    """Returns the sizes of an operation's output that depend on tensors' contents. known: the same for the
-    operation's arguments.
+    """Returns the sizes of an operation's output that depend on tensors' contents. known: the sizes of the
+    operation's arguments that depend on tensors' contents.
     """
     name = func._schema.name
     shape = output.shape

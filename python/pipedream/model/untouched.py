@@ -22,10 +22,10 @@ __all__ = ["Attributes", "attributes_kept", "untouched"]
 
 # Types of attributes that can only change by being replaced.
 _PLAIN = (bool, int, float, complex, str, type(None))
-# Attributes that every module has. They are restored in other ways, except flags such as `training`.
+# Attributes that every module has. Only flags among them, such as `training`, are restored as attributes.
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
-# A module's tables of hooks. Models of transformers install hooks in their first forward, and note that in an
-# attribute. So both must be restored.
+# A module's tables of hooks. Models of transformers install hooks in their first forward, and set an
+# attribute so that they do it once. So both the hooks and the attribute must be restored.
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -36,8 +36,8 @@ _HOOKS = (
     "_backward_hooks",
 )
 
-# Parameters up to this size are saved: scales, shifts and step sizes, which layers set by their first
-# minibatch. Larger ones are weights. Saving all of them would take a second model's memory.
+# Parameters up to this size are saved: scales, shifts and step sizes, which layers may set by their first
+# minibatch. Larger parameters are weights. Saving weights would take a second model's memory.
 _SMALL_BYTES = 64 * 1024
 
 Hooks = dict[str, dict[int, Any]]
@@ -123,7 +123,9 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class Attributes:
-    """The present state of modules, except the contents of parameters and buffers, for restore()."""
+    """The state that modules have now, which restore() sets again. The contents of parameters and buffers are
+    left out.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], global_names: GlobalNames) -> None:
         """global_names: those of the modules."""

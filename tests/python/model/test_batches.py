@@ -74,7 +74,7 @@ def test_a_models_own_loss_is_its_outputs_or_the_output_itself() -> None:
 
 
 def test_of_several_scalars_that_are_trained_none_is_taken_for_the_loss() -> None:
-    # A GAN's second one would not be trained, without a word.
+    # If the first scalar were taken for the loss, a GAN's second loss would silently not be trained.
     first, second = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
     assert own_loss((first, torch.ones(()), torch.ones(3)), None) is first
     with pytest.raises(ValueError, match="is a tuple with 2 scalars, of which the first alone would be the "):
