@@ -91,8 +91,8 @@ class FrontierCall:
 
     @functools.cached_property
     def num_sizes(self) -> int:
-        """Number of integers that cross for the entries of the output that do not cross as tensors: the sizes
-        of fillers, and entries that are integers.
+        """Number of integers that cross for the output: the sizes of its fillers, and its entries that are
+        integers.
         """
         return sum(
             leaf.num_dims if leaf.dtype is not None else int(leaf.is_number)
@@ -170,7 +170,7 @@ class Fillers:
 
     def note(self, leaf: PackedLeaf, tensor: Tensor) -> None:
         """Makes this leaf's fillers have the tensor's dtype from now on, because a check may run in another
-        precision.
+        precision than the trace.
         """
         self._dtypes[id(leaf)] = tensor.dtype
 
@@ -224,9 +224,9 @@ class Crossing:
     ) -> tuple[Tensor | None, ...]:
         """Returns the value that crosses.
 
-        outputs: the output of each frontier call, flattened when the call ended. A call that was not made is
-        missing. No tensor of its output may be one that crosses. fillers: the fillers of the next stage, if
-        that stage is in this process.
+        outputs: the output of each frontier call, flattened when the call ended. A call may be missing
+        because it was not made, if no tensor of its output crosses. fillers: the fillers of the next stage,
+        if that stage is in this process.
         """
         values: dict[int, Tensor | None] = {}
         sizes: list[int] = []

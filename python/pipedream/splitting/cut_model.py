@@ -87,8 +87,8 @@ class CutModel(CutForward):
         return self._with(chosen, [cut for cut in self.refused if cut.call not in places])
 
     def without(self, reasons: Mapping[int, str]) -> CutModel:
-        """Returns the model without some of the offered places. reasons: why each is left out, by its
-        position among them.
+        """Returns the model without some of the offered places. reasons: the reason for each place that is
+        left out, by the place's position in `offered`.
         """
         kept = [cut for position, cut in enumerate(self.offered) if position not in reasons]
         dropped = [
@@ -163,8 +163,8 @@ class CutModel(CutForward):
         return [f"{name} ({line})" for name, line in zip(self.layer_names, [*lines, "the end"], strict=True)]
 
     def parameter_bytes(self, *, trained: bool = True) -> list[int]:
-        """Returns the bytes of each layer's parameters: of the trained ones, or if `trained` is False of the
-        others. The first layer that uses a parameter counts it.
+        """Returns the bytes of each layer's parameters. trained: True counts parameters that are trained,
+        False counts the other parameters. A parameter counts for the first layer that uses it.
         """
         layer_of = self.cuts.first_spans_of_parameters(self.offered)
         sizes = [0] * len(self.layer_names)
@@ -174,8 +174,8 @@ class CutModel(CutForward):
         return sizes
 
     def explain_checkpointed(self) -> str:
-        """Returns why a model that calls checkpoint() for one block after another has few cuts; else
-        empty.
+        """Returns why the model has few cuts if it calls checkpoint() for one block after another; empty for
+        any other model.
         """
         names = [cut.name for cut in self.refused if cut.is_checkpointed]
         if len(names) < 2:
@@ -216,7 +216,7 @@ def cut_model(
     values of parameters.
 
     weights: the source of the buffers of a model on meta. call: a function that runs the model.
-    needs_outputs: all outputs are read, not only the loss.
+    needs_outputs: whether the last stage needs all outputs, not only those that the loss reads.
 
     Raises ValueError for parameters that cannot be trained, and any error that the model or the loss raises.
     """

@@ -235,8 +235,9 @@ class Cuts:
         return always or leaf.version in found.reads
 
     def _fault(self, call: Call, found: _Slice) -> str:
-        """Returns why code that runs on both sides of the cut would compute something else; empty if it would
-        not. Random numbers are no reason, because they are keyed (draws.py).
+        """Returns why code that runs on both sides of the cut would compute other values than in the whole
+        model; empty if it would not. Random numbers are no reason, because their seeds depend on the place
+        (draws.py).
         """
         receiver = _storages(found.needed)
         receiver |= _storages(op for op in self._trace.operations if op.tick > call.end)

@@ -59,8 +59,8 @@ class Explanation:
     refused: tuple[tuple[str, str], ...]
     """(the call, why the model cannot be cut after it), in the order of the forward."""
     why_none: str = ""
-    """The reason why no call ends at a place that could be a cut; empty if there are such places, even
-    refused ones.
+    """The reason why the model has no place that could be a cut; empty if it has such places, offered or
+    refused.
     """
 
     def to_dict(self) -> dict[str, Any]:

@@ -83,8 +83,8 @@ class SpanStage(StageModule):
         self._visible = dict(visible_modules(model))
 
     def forward(self, value: Any) -> Any:
-        """Runs the span. value: the inputs at the first stage, at others the value that crossed the cut
-        before. Returns the value that crosses the cut after the span, or at the last stage the output.
+        """Runs the span. value: the value that crossed the cut before the span; the inputs at the first
+        stage. Returns the value that crosses the cut after the span; the model's output at the last stage.
         """
         others = self._state.others_modules
         forward = _SpanForward(

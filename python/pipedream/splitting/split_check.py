@@ -376,8 +376,8 @@ def _backward(loss: Tensor, sent: list[Any], received: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _strays_swapped(stage: StageModule) -> Iterator[None]:
-    """In the with block, the parameters and buffers of other stages that this stage reads contain poison, or
-    are clones.
+    """In the with block, the parameters and buffers of other stages that this stage reads are replaced:
+    floating-point tensors by NaN, other tensors by clones.
     """
     contents = [(tensor, tensor.data) for tensor in stage.strays()]
     for tensor, content in contents:
@@ -424,7 +424,9 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _is_close(tensor: Tensor, other: Tensor, scale: float, tolerance: float) -> bool:
-    """The tolerance is relative to the tensor's largest element, or to `scale` if that is larger."""
+    """Whether the tensors are equal within the tolerance, which is relative to the tensor's largest element,
+    or to `scale` if `scale` is larger.
+    """
     if tensor.is_sparse:  # only buffers may be
         tensor, other = tensor.to_dense(), other.to_dense()
     if not tensor.is_floating_point():

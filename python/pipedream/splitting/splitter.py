@@ -113,7 +113,7 @@ def _check_names(names: Sequence[str], plan: StagePlan) -> None:
 
 
 def _cut_as_planned(model: Model, plan: StagePlan) -> Model:
-    """Returns the model with the plan's cuts only. The model may have more."""
+    """Returns the model with only those of its cuts that the plan uses."""
     return model.at(plan.cuts) if isinstance(model, CutForward) and plan.cuts is not None else model
 
 
@@ -225,7 +225,7 @@ def check_references(layers: list[Layer], stage_of_layer: list[int], spans: list
             for layer, stage in zip(layers, stage_of_layer, strict=True)
             if stage == stage_index
         ]
-        # Keyed by the place of a tuple or partial: whether its parameters are tied.
+        # Whether the parameters in a tuple or partial are tied, by the place of the tuple or partial.
         fixed: dict[tuple[int, Any], set[bool]] = {}
         for place in places_of(roots):
             key = id(place.tensor)

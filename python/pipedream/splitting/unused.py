@@ -28,8 +28,8 @@ class Unused:
     """A parameter or buffer of the model that no operation read or wrote."""
 
     ticks: tuple[float, ...]
-    """Ticks at which the code of its module would have run, one tick for each call of the innermost called
-    module around it.
+    """Ticks at which the code of the parameter's module would have run. There is one tick for each call of
+    the innermost called module around the parameter.
     """
     windows: tuple[tuple[float, float], ...]
     """Begin and end of each of those calls."""
@@ -92,10 +92,10 @@ class _Places:
         return (0, math.inf) if call == ROOT else (self._calls[call].begin, self._calls[call].end)
 
     def _tick_in(self, call: int, around: str, absent: str) -> float:
-        """Returns the tick at which code of the call would have called the absent module. It is just after
-        the calls of the module registered before the absent one, or just before the calls of the module
-        registered after it. Both are modules of the same container: the innermost one in which such a call
-        was made.
+        """Returns the tick at which the call would have called the absent module: just after the calls of the
+        nearest module registered before it, or just before the calls of the nearest module registered after
+        it. Only modules that the call did call count. The search starts in the absent module's container and
+        goes outward. If it finds nothing, the tick is the call's end.
         """
         position = self._order[absent]
         container = absent
@@ -112,8 +112,9 @@ class _Places:
         return self._window(call)[1]
 
     def _calls_in(self, call: int, container: str, modules: Iterable[str], absent: str) -> list[int]:
-        """Returns the direct calls that `call` made of one module in the container: the first of `modules` of
-        which there are any. Empty if there is none.
+        """Takes the first of `modules` that lies in the container and was called inside `call`. Returns the
+        calls directly inside `call` that are calls of this module or contain them. Empty if there is no such
+        module.
         """
         prefix = f"{container}." if container else ""
         for module in modules:
