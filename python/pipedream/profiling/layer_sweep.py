@@ -86,8 +86,8 @@ class LayerSweep:
         self.left_out: set[int] = set()
 
     def run(self, inputs: Any, targets: Any, num_runs: int, seconds: float | None) -> Times:
-        """Runs each layer num_runs times, or until its share of the time is over, but at least twice. Returns
-        the same number of runs for each layer.
+        """Runs each layer num_runs times, or until the layer's share of the seconds is over, but at least
+        twice. Returns the times of the same number of runs for each layer.
         """
         deadline = None if seconds is None else time.perf_counter() + seconds
         forward: list[list[float]] = []  # [layer][run]

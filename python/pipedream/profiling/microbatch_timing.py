@@ -1,11 +1,11 @@
 """Measures how long each layer takes for one microbatch, if a minibatch is cut into m pieces. A small piece
 takes longer than 1/m of the minibatch.
 
-Each round runs the whole minibatch and, for every m, all of its pieces. If time is short, one piece is timed
-for all. The result is the median over the rounds. On a host with one thread the process's own CPU time is
-measured, because a busy machine interrupts long spans more often than short ones. All pieces of a minibatch
-together cannot be faster than fewer, larger pieces. If they seem to be, that is noise, and neighbouring m get
-their mean. Runs in the thread that profiles.
+Each round times the whole minibatch and, for every m, all of its m pieces. If time is short, there is one
+round, which times one piece for every m. The result is the median over the rounds. On a host with one thread
+the process's own CPU time is measured, because a busy machine interrupts long spans more often than short
+ones. More pieces of a minibatch cannot take less time together than fewer pieces. If the measured times say
+so, this is noise, and neighbouring m get the mean of their times. Runs in the thread that profiles.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def microbatch_times(
     """Returns times of microbatches by layer, or None if the samples of a minibatch cannot be counted.
 
     inputs, targets: a minibatch on the device. whole_ms: the profile's time of all layers together. rounds:
-    the largest number of rounds; at most five are run. Larger m are not tried once the model refuses a piece,
-    as batch norm refuses a single sample. If the seconds do not suffice, one piece of each size is still
-    timed once, which takes as long as three minibatches.
+    the largest number of rounds; at most five are run. If the model refuses a piece, as batch norm refuses a
+    single sample, larger m are not tried. If the seconds do not suffice, one piece of each size is still
+    timed once. This takes as long as three minibatches.
     """
     count = samples_of(inputs, targets)
     if not count:
@@ -109,8 +109,9 @@ def _medians(runs: Sequence[_Times]) -> _Times:
 
 
 def _rising(sums_ms: Mapping[int, float], whole_ms: float) -> dict[int, float]:
-    """Returns a factor for each m. Multiplied by these factors, the sums over all layers start at whole_ms
-    and never fall as m rises. They are the nearest such sequence by least squares.
+    """Returns for each m the factor by which measured times of m pieces are multiplied. The corrected sums
+    over all layers start at whole_ms and never fall as m rises. They are the nearest such sequence by least
+    squares.
     """
     blocks: list[tuple[float, int]] = []  # mean, and how many m have it
     for sum_ms in sums_ms.values():
@@ -130,8 +131,8 @@ _NUM_TRIES = 3  # the fastest of these counts
 
 
 def product_ms_per_replica(weight: torch.Tensor, num_rows: int, clock: Clock) -> float:
-    """Returns the milliseconds by which the product of factors gets longer with num_rows more rows, which are
-    the rows of one more replica.
+    """Returns the milliseconds that one more replica adds to the product of a weight's two factors. num_rows:
+    the rows that each replica adds to the factors.
     """
     num_outputs, num_inputs = weight.shape
 

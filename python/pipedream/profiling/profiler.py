@@ -196,7 +196,9 @@ def _say_left_out(names: Sequence[str], *, is_chosen: bool) -> None:
 
 
 def _joined(layers: Sequence[LayerProfile], left_out: Collection[int]) -> list[LayerProfile]:
-    """Joins a layer with the layer after it if some minibatch did not reach the end of the first."""
+    """Joins each layer in `left_out` with the layer after it. Some minibatch did not reach the end of such a
+    layer.
+    """
     joined: list[LayerProfile] = []
     before: LayerProfile | None = None
     for index, layer in enumerate(layers):
