@@ -129,8 +129,8 @@ class BatchReader:
         absent = [None] * len(sizes)  # stands for inputs or targets that this stage does not read
         cut_inputs = absent if inputs is None else cut(inputs, name="the inputs")
         cut_targets = absent if targets is None else cut(targets, name="the targets")
-        # Every stage that reads data makes this check. If only one stage failed, the other would report
-        # different fingerprints instead. The caller checks data that it forwards.
+        # Every stage that reads data makes this check. If only one stage failed, another stage would report
+        # different fingerprints instead. Data that the caller forwards are checked by the caller.
         check_alike(batch.inputs, batch.targets, m, minibatch=minibatch)
         counts: list[float] = [*sizes]
         uneven: tuple[UnevenLabels, ...] = ()

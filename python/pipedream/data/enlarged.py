@@ -1,8 +1,8 @@
 """Makes a minibatch of the largest shapes that will come, out of a smaller one.
 
 The values are repeated along every dimension, so that they stay valid for the model: indices in range, masks
-of 0 and 1, labels. The model's results for them have no meaning. A rehearsal only measures the memory that
-the minibatch takes and the sizes that cross the cuts. Pure; any thread.
+of 0 and 1, labels. The model's results for these values have no meaning. A rehearsal only measures the memory
+that the minibatch takes and the sizes that cross the cuts. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["enlarged", "shaped"]
 
 
 def enlarged(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, Any]:
-    """Returns (inputs, targets) in which each tensor that `shapes` names is at least as large as there
+    """Returns (inputs, targets) in which each tensor has at least the shape that `shapes` gives for its name
     (planning/shapes.py).
 
     Tensors that are large enough stay the same objects. A tensor that occurs twice is enlarged once. Names

@@ -35,8 +35,8 @@ __all__ = ["KeptMinibatch", "PeekedData", "describe_forwarded", "enlarge_forward
 
 class PeekedData:
     """Wraps data that may yield each minibatch only once, such as an iterator or an object over a queue.
-    peek() returns the first minibatch. Iterating afterwards still starts with this minibatch. In both cases
-    the generators are afterwards in the state in which the data left them when they made the minibatch.
+    peek() returns the first minibatch. Iterating afterwards still starts with this minibatch. Both leave the
+    random number generators in the state that they had just after the data had made the minibatch.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:

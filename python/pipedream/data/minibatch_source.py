@@ -5,11 +5,11 @@ than planned.
                                         length     16   8  | 16   24 | 20   8
     Minibatch 3 is larger. The source reports an end of the data before 2, until there is memory for 4 x 24.
 
-Minibatches are read in groups: all of a group before the first is handed out. A group lies between two points
-where the rounds of all stages end, so such an end splits no round. Without replicas a group is one minibatch.
-Every reader reads whole minibatches, so all find the same larger ones. For forwarded data the caller looks
-ahead (launch/forwarder.py). A source stays in use when memory is planned again. Owned by the worker's compute
-thread.
+All minibatches of a group are read before the first is handed out. A group begins and ends where the rounds
+of all stages end, so no round is split if the data end before a group. Without replicas a group is one
+minibatch. Every reader reads whole minibatches, so all readers find the same larger minibatches. If the
+caller forwards the data, the caller looks ahead (launch/forwarder.py). A source stays in use when memory is
+planned again. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class MinibatchSource:
         self.read_ns = 0
         """Nanoseconds spent in the data's own code, including waiting for a DataLoader's processes."""
         self.larger: LargerMinibatch | None = None
-        """The minibatch that is larger than planned, before whose group the data have ended for now. None if
-        there is no such end.
+        """The minibatch that is larger than planned. The data end before its group until there is memory for
+        it. None: no larger minibatch was found.
         """
         self._is_over = False
         self._ahead: _Ahead | None = None
@@ -97,8 +97,8 @@ class MinibatchSource:
         return self.first_minibatch + len(self.samples)
 
     def fetch(self, minibatch: int) -> bool:
-        """Reads all minibatches up to this one, which this worker runs. Those in between belong to other
-        replicas. Returns False if the data have ended, finally or until there is more memory.
+        """Reads all minibatches up to `minibatch`, which this worker runs. Returns False if the data are over
+        before it. Also returns False if the data end for now, until there is memory for a larger minibatch.
         """
         began_ns = time.perf_counter_ns()
         while self._num_read <= minibatch and not self._is_over and self.larger is None:
@@ -183,7 +183,8 @@ class _Ahead:
 def exceeds(planned: Boundary, inputs: Any) -> bool:
     """Whether the inputs, or targets, fit the plan except that some dimension is larger. Every dimension
     counts, even if the number of elements is as planned, because a longer input may give larger activations.
-    If the inputs are Microbatches and the plan is for a single one, one larger microbatch is enough.
+    If the inputs are Microbatches and the plan is for a single microbatch, the result is whether any of them
+    is larger.
     """
     if isinstance(inputs, Microbatches) and "microbatches" not in planned.structure:
         return any(exceeds(planned, each) for each in inputs)

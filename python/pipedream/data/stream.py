@@ -383,21 +383,20 @@ class ForwardedData:
     num_minibatches: int | None
     source: str
     kinds: tuple[Shapes, ...] = ()
-    """The kinds of shapes for which the boundaries were made: one kind, or several if the plan has
-    shapes_apart.
+    """The shapes for which the boundaries were made: one entry, or several if the plan has shapes_apart
+    (Plan.fitting).
     """
     larger: LargerMinibatch | None = None
-    """The larger minibatch from which on these boundaries are used. None if no other boundaries were used
-    before.
-    """
+    """The larger minibatch for which these boundaries were made. None for the first boundaries of a run."""
 
 
 class ReceivedStream:
     """Minibatches that the caller forwards.
 
-    receive_inputs, receive_targets: functions that return a channel's next (tensors, fingerprint), or None at
-    the end. The argument is None if the stage does not read the channel. read_larger: function that is called
-    at the end. It returns the data that follow, or None if none follow.
+    receive_inputs, receive_targets: functions that return the next (tensors, fingerprint) of a channel, or
+    None at the channel's end. Each is None if the stage does not read the channel. read_larger: function that
+    is called at the end. It returns the description of the data that follow a larger minibatch, or None if
+    all data are over.
     """
 
     def __init__(
@@ -413,7 +412,7 @@ class ReceivedStream:
         self.waits_for_others = True
         self.looks_ahead = True
         self.following: ForwardedData | None = None
-        """The data that follow, if this stream has ended before all data are over."""
+        """The description of the data that follow, if this stream has ended before a larger minibatch."""
         self._read_larger = read_larger
         self._data = data
         self._sources = (
