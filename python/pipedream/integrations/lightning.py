@@ -63,7 +63,8 @@ _OF_FIT = {
     "state": "ckpt_path",
     "validation": "val_dataloaders",
 }
-"""Arguments of pipedream.run() that fit() sets itself, each with the place where the user sets it."""
+"""Arguments of pipedream.run() that fit() sets itself. The text says where the user gives the value instead.
+"""
 
 
 def fit(

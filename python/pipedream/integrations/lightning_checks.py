@@ -62,7 +62,7 @@ ON_ONE_DEVICE: dict[str, tuple[Any, ...]] = {
     "plugins": ([],),
     "strategy": ("auto",),
 }
-"""Values of these that a script for one device has, and that are accepted."""
+"""Values of refused arguments that are accepted, because a script for one device may give them."""
 
 DEVICES = {None: None, "auto": None, "cpu": "host", "gpu": "cuda", "cuda": "cuda"}
 """Lightning's name of an accelerator -> where workers compute; None: on GPUs if there are any."""

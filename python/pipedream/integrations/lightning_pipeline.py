@@ -286,8 +286,8 @@ class Pipeline:
                 raise ValueError(f"{name} are {len(combined.flattened)}: give one loader")
 
     def _begin_epoch(self, epoch: int, num_batches: float) -> None:
-        """Sets the loader's generators. All parts of an epoch start from the same state. Each epoch starts
-        from the same state as in Lightning.
+        """Sets the loader's generators to the state that they have in Lightning's own loop at the start of
+        the epoch. So all parts of an epoch read the batches in the same order.
         """
         loader = self.train_loader
         if loader is self._loader_of_epoch:
@@ -513,8 +513,8 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _draw_as_an_epoch(loader: Any, num_batches: float) -> None:
-    """Advances the loader's generators by one epoch of Lightning, which does not ask for a batch after the
-    last one.
+    """Advances the loader's generators as one epoch of Lightning's loop does. The loop asks for no batch
+    after the last one.
     """
     generator, sampler = getattr(loader, "generator", None), getattr(loader, "batch_sampler", None)
     if generator is None:

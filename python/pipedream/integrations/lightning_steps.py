@@ -332,7 +332,9 @@ _JOINS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "min": lambda values, shares: min(values),
     "max": lambda values, shares: max(values),
 }
-"""How values of a batch's pieces are joined, by reduce_fx."""
+"""Functions that join the values of a batch's pieces, by reduce_fx. For any other reduce_fx the result is the
+mean.
+"""
 
 
 @dataclass(frozen=True)
@@ -452,8 +454,8 @@ class Recorder(nn.Module):
 
 
 class Batches:
-    """The batches of a loader from `first` to before `end`, each with its number. With accumulated gradients
-    it yields several batches at a time.
+    """The batches first..end - 1 of a loader, each with its number. With accumulated gradients it yields
+    several batches at a time.
 
     Every reader iterates the loader's whole epoch in the same order for every part, because the generators
     start from the seed given here.

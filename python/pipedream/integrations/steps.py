@@ -7,7 +7,7 @@ batches of the loader as microbatches.
 
 The Trainer sums the losses of a step's batches. If the loss takes num_items_in_batch, each loss is divided by
 the number of tokens in all batches, otherwise by the number of batches. Each microbatch carries its share of
-that sum. Workers and the caller iterate this; needs no transformers.
+that sum. Workers and the caller iterate Steps. Needs no transformers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LossForm:
         self, batch: Mapping[str, Any], weight: float, *, scale: float = 1.0, items: Tensor | None = None
     ) -> tuple[Keywords, dict[str, Any]]:
         """Returns (inputs, targets) of a microbatch. weight: the microbatch's share of the minibatch. scale:
-        the factor of its loss.
+        the factor by which the microbatch's loss is multiplied.
         """
         inputs = Keywords(batch)
         targets: dict[str, Any] = {
@@ -204,8 +204,8 @@ class HeldOut:
 
 
 def joined(loader: DataLoader[Any], num_batches: int) -> list[Any]:
-    """Returns minibatches of the loader. Each is collated from the samples of num_batches batches. If samples
-    have no indices, batches of the loader are returned.
+    """Returns the first two minibatches, each collated from the samples of num_batches batches of the loader.
+    If samples have no indices, it returns the loader's first two batches instead.
     """
     sampler = loader.batch_sampler
     if sampler is None or isinstance(loader.dataset, IterableDataset):

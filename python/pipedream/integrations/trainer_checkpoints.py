@@ -78,7 +78,9 @@ class StepCheckpoints:
         self._trainer = trainer
         self._folder = folder
         self._states: dict[int, tuple[Any, SchedulerState | None] | None] = {}
-        """By step: the states for the step's checkpoint. None until the step is over."""
+        """The states of the Trainer and its scheduler for a step's checkpoint, by step; None until the step
+        is over.
+        """
         self._complete: dict[int, Path] = {}
         """The pipeline's checkpoints that have not become checkpoints of the Trainer yet, by step."""
 

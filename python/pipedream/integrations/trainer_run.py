@@ -207,7 +207,7 @@ class Training:
 
     def _microbatches_for(self, plan: Plan) -> int:
         """Returns the number of microbatches, which is a multiple of the number of batches in a step. Prints
-        a line if batches cannot be cut as in the plan.
+        a line if batches are not cut as in the plan because of batch norm.
         """
         accumulated: int = self._trainer.args.gradient_accumulation_steps
         pieces = -(-(plan.microbatches or 1) // accumulated)
