@@ -8,7 +8,8 @@ class RunFailure(RuntimeError):  # noqa: N818
     "Timeout", "CorruptFrame", ..."""
 
 class Edge:
-    """A way along which a schedule sends items: from one replica of a stage to another replica or stage.
+    """A connection on which a schedule sends items, from a replica of a stage to a replica of this or another
+    stage.
 
     kind: activation, gradient, tied_gradient, tied_version, norm, push, pull or evaluation."""
     def __init__(
@@ -41,14 +42,14 @@ class OpcodeTraits:
     def writes_version(self) -> bool: ...
     @property
     def scope(self) -> str:
-        """The number that an instruction has: "microbatch", "round" or "boundary"."""
+        """The kind of number that an instruction has: "microbatch", "round" or "boundary"."""
     @property
     def stash(self) -> str:
         """The effect on the microbatch's stash: "none", "kept", "restored" or "released"."""
     @property
     def duration(self) -> str:
-        """The measured time that gives its duration: "none", "forward", "recompute", "backward" or
-        "update"."""
+        """The kind of measured time that is the instruction's duration: "none", "forward", "recompute",
+        "backward" or "update"."""
 
 OPCODES: dict[str, OpcodeTraits]
 
@@ -94,7 +95,8 @@ class Rounds:
     """The rounds of a stage: a round is the minibatches of one update. Tells which microbatches each replica
     has.
 
-    num_minibatches: the length of the run; None while it is not known, and then every round is full."""
+    num_minibatches: the length of the run. None: the length is not known yet, so every round counts as full.
+    """
     def __init__(
         self,
         *,
