@@ -247,7 +247,7 @@ class DataStream:
         notes_positions: bool = False,
     ) -> None:
         """generators: a stream for torch's generators from which the data draw; None: the data draw from the
-        process's generators. notes_positions: whether the positions are recorded that position() needs.
+        process's generators. notes_positions: whether to record what position() needs.
         """
         self._data = data
         self._epochs = epochs

@@ -87,10 +87,10 @@ def fit(
 
     module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as in Trainer.fit. A checkpoint of
         Lightning's own Trainer can be continued here, and the other way round.
-    plan: how the module is cut: a Plan, the file of one, or the replicas of every stage, such as "1-1" for
-        two stages. None: the planner chooses the stages, for at most `workers` on links of `bandwidth`. If
-        plan is not given whole, the module is profiled and the plan printed. Under torchrun the ranks are the
-        workers.
+    plan: how the module is cut: a Plan, the path of a plan's file, or the replicas of every stage, such as
+        "1-1" for two stages. None: the planner chooses the stages, for at most `workers` on links of
+        `bandwidth`. In the last two cases the module is profiled and the plan printed. Under torchrun the
+        ranks are the workers.
     schedule: "flush" trains as Lightning does. docs/schedules.md has schedules that keep every worker busy.
     microbatches: number of pieces of a batch. None: up to four per stage, as many as divide the batch evenly;
         or one, if the loss of the first batch is not the mean over its pieces. With accumulate_grad_batches

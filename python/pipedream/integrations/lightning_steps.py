@@ -53,7 +53,7 @@ class LoggedCall:
 
 @dataclass
 class Layout:
-    """The columns of the rows of one kind of step, learned from its first batch."""
+    """The columns of the rows of training steps or of validation steps, learned from the first batch."""
 
     calls: dict[str, LoggedCall] = field(default_factory=dict)
     states: dict[str, list[tuple[str, torch.Size, torch.dtype]]] = field(default_factory=dict)

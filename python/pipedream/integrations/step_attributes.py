@@ -22,9 +22,10 @@ these itself."""
 
 @contextlib.contextmanager
 def no_attribute_changed(attributes: Mapping[str, Any], *, is_training: bool) -> Iterator[None]:
-    """Checks the step that is run inside the context. Raises ValueError if the step adds to a list, dict or
+    """Checks the step that runs in the with block. Raises ValueError if the step adds to a list, dict or
     number of the module, because the workers' additions would be lost. Prints a line about other attributes
-    that the step sets. attributes: the module's attributes."""
+    that the step sets. attributes: the module's attributes.
+    """
     before = dict(attributes)
     amounts = {name: _amount(value) for name, value in before.items() if name not in _OF_MODULES}
     yield

@@ -47,8 +47,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
 
     It has the arguments of transformers.Trainer, and these:
 
-    plan: a pipedream.Plan, the file of one, or the replicas of every stage, such as "1-1" for two stages.
-        None: the planner chooses the stages. If plan is not given whole, the model is profiled and the plan
+    plan: a pipedream.Plan, the path of a plan's file, or the replicas of every stage, such as "1-1" for two
+        stages. None: the planner chooses the stages. In the last two cases the model is profiled and the plan
         printed.
     workers: the most workers that the planner may use. Under torchrun the ranks are the workers.
     bandwidth: the bandwidth of the link between two workers, for the planning.

@@ -39,7 +39,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 def make_masters(named: NamedParameters) -> list[nn.Parameter]:
-    """Returns parameters for an optimizer, which share the memory and the attributes of the named parameters."""
+    """Returns parameters for an optimizer. They share the memory and attributes of the named parameters."""
     return [_make_master(parameter) for _, parameter in named]
 
 

@@ -114,9 +114,10 @@ class IgnoredLabels:
         minibatch: int,
         num_microbatches: int,
     ) -> None:
-        """Raises ValueError if the loss is a mean over these labels, which the first microbatch with labels
-        of -100 shows. labels: the labels of a microbatch. loss_with: computes the microbatch's loss with
-        other labels, possibly for twice as many samples.
+        """Raises ValueError if the loss is a mean over these labels, and the microbatches have unequal shares
+        of them. The loss is tested once, with the first microbatch that has labels of -100. labels: the
+        labels of a microbatch. loss_with: computes the microbatch's loss with other labels, possibly for
+        twice as many samples.
         """
         if uneven.where not in self._is_shifted:
             if not bool((labels == IGNORED).any()):

@@ -56,9 +56,9 @@ def _are_samples(targets: Sequence[Any], inputs: Any) -> bool:
     kinds = {type(entry) for entry in targets}
     if len(kinds) != 1 or not issubclass(kinds.pop(), (dict, torch.Tensor)) or hasattr(targets, "_fields"):
         return False
-    # A list of dicts or tensors may have one record or mask per sample, or be several fields over all
-    # samples. Fields have equal sizes in dimension 0. A tuple of inputs may have fields of other sizes, such
-    # as a graph's edges, so a tuple of targets is compared by itself.
+    # The entries of a list of dicts or tensors may be samples, or fields over all samples. Fields have equal
+    # sizes in dimension 0, samples may differ. If the targets are a tuple, the inputs are not compared,
+    # because they may have fields of other sizes, such as a graph's edges.
     is_pair = isinstance(inputs, (list, tuple)) and len(inputs) == len(targets)
     compared = targets if isinstance(targets, tuple) else (targets, inputs)
     return is_pair and len({tensor.shape[:1] for tensor in tensors_of(compared)} - {(1,)}) > 1

@@ -1,17 +1,19 @@
 """Decides from which generator each part of a run draws random numbers, so that a run can be repeated
 exactly.
 
-The rule is the same in the workers and in the reference:
+The rule is the same in the workers and in the reference.
 
-- One worker: everything draws from the process's global generators, as in a plain PyTorch loop. If a seed is
-  given, `seed_all` sets them first.
-- Several workers: data draw from streams of their own, which start at `seed_all(data_seed(base))`, so that
-  every worker reads the same minibatches. Torch's stream is swapped in while data are read; `random` and
-  numpy belong to the data alone. A model's forward draws numbers keyed by place and microbatch (draws.py). An
-  optimizer's step has a seed from its stage, its parameters' names and the step's number (`update_seed`). A
-  backward has a seed from its stage and microbatch (`backward_seed`). Everything else in a stage draws from
-  the process's generators (`process_seed`). `base` is the caller's `base_seed(seed)`, or rank 0's under
-  torchrun.
+With one worker everything draws from the process's global generators, as in a plain PyTorch loop. If a seed
+is given, `seed_all` sets them first. With several workers:
+
+    data                 data_seed        the same at all workers; torch's generators have the data's states
+                                          only while data are read, `random` and numpy always
+    a forward            draws_seed       by place and microbatch (draws.py)
+    a backward           backward_seed    by stage and microbatch
+    an optimizer's step  update_seed      by stage, names of the parameters, and number of the step
+    all else in a stage  process_seed     by the process's first stage
+
+All these seeds derive from `base`, the caller's `base_seed(seed)`, or rank 0's under torchrun.
 
 A layer in a pipeline must therefore draw from torch's generator only, as dropout does. Generators are global
 to a process: use them on the thread that runs the stage.

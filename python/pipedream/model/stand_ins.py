@@ -130,8 +130,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns a parameter on meta; always the same one for a parameter that is registered in several
-    places.
+    """Returns a parameter on meta. For a parameter that is registered in several places, it returns the same
+    object each time.
     """
     made: nn.Parameter | None = vars(parameter).get(_ON_META)
     if made is None:

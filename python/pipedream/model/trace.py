@@ -14,10 +14,10 @@ recording keeps no tensor alive. The model is unchanged afterwards if the caller
 
 Data sizes are sizes of dimensions that depend on the contents of a tensor, as after `x[mask]`:
 
-    mask = x > 0             (6, 5)      has no such dimension
-    rows = x[mask]           (17,)       has 17; nonzero, unique, packed sequences and the like make them, too
-    relu(rows), rows[:, None] * w        have 17: an operation read a tensor with it and made a dimension as
-                                         long
+    mask = x > 0             (6, 5)      has no data size
+    rows = x[mask]           (17,)       has the data size 17; so have results of nonzero, unique and the like
+    relu(rows), rows[:, None] * w        have 17: the operations read the data size 17 and made a dimension of
+                                         this length
     out.index_put_(mask, rows)           has none: out is as long as before
 
 The trace compares lengths only, so a dimension that has the same length by chance counts as a data size as

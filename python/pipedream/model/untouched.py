@@ -56,7 +56,7 @@ def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[Non
       bank. Without this a layer would treat its next minibatch as its second.
     - numbers and tensors in global names in which the modules' code counts.
 
-    The same holds for the modules that the loss can reach.
+    The modules include those that the loss can reach.
     """
     roots = [*modules, *modules_carried_by(loss_fn)]
     all_modules = list({id(m): m for module in roots for m in module.modules()}.values())

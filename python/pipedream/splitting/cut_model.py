@@ -73,8 +73,8 @@ class CutModel(CutForward):
         """Places where it may not be cut, with reasons."""
         names = tuple(cut.name for cut in cuts.offered)
         self.chosen = names if names and cuts.depend_on_chance else None
-        """The names of the offered places. None if all places are offered and another trace would find the
-        same places.
+        """The names of the offered places, if some were left out or another trace may find other places; else
+        None.
         """
 
     def at(self, names: Sequence[str]) -> CutModel:
