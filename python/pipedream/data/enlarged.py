@@ -40,8 +40,8 @@ def _made(inputs: Any, targets: Any, maker: _Maker) -> tuple[Any, Any]:
         first = Microbatches(each for each, _ in pairs)
         return first, first if targets is inputs else Microbatches(each for _, each in pairs)
     if type(inputs) is Keywords:
-        # With separate targets, shapes are named "inputs.KEY". If the caller forwards inputs and targets as
-        # one batch, they are named KEY.
+        # If the targets are separate, the shapes of inputs are named "inputs.KEY". If the caller forwards one
+        # batch as inputs and targets, its shapes are named KEY.
         prefix = "inputs." if targets is not inputs and maker.knows("inputs.") else ""
         large = Keywords({key: maker.make(prefix + key, value) for key, value in inputs.items()})
         return large, large if targets is inputs else maker.make("targets", targets)

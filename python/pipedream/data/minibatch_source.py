@@ -147,8 +147,8 @@ class MinibatchSource:
 def larger_in(
     group: Mapping[int, Minibatch], is_larger: Callable[[Minibatch], bool]
 ) -> LargerMinibatch | None:
-    """Returns the first larger minibatch of a group, with the group's largest shapes; None if there is none.
-    group: minibatches by their numbers.
+    """Returns the first larger minibatch of a group, with the largest shapes of all larger minibatches in the
+    group. None if no minibatch is larger. group: minibatches by their numbers.
     """
     larger = {index: batch for index, batch in group.items() if is_larger(batch)}
     if not larger:

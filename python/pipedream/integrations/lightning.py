@@ -85,9 +85,9 @@ def fit(
     """Trains `module` as a pipeline. Returns Lightning's Trainer, with its metrics, loggers and best
     checkpoint.
 
-    module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as in Trainer.fit. A checkpoint of
-        Lightning's own Trainer can be continued here, and the other way round.
-    plan: how the module is cut: a Plan, the path of a plan's file, or the replicas of every stage, such as
+    module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as in Trainer.fit. fit() can continue a
+    checkpoint of Lightning's own Trainer, and Lightning's own Trainer a checkpoint of fit(). plan: how the
+    module is cut: a Plan, the path of a plan's file, or the replicas of every stage, such as
         "1-1" for two stages. None: the planner chooses the stages, for at most `workers` on links of
         `bandwidth`. In the last two cases the module is profiled and the plan printed. Under torchrun the
         ranks are the workers.
@@ -97,8 +97,8 @@ def fit(
         each batch is one piece.
     run: further arguments of pipedream.run by name, such as {"codec": "bf16"}. A weight_fn gets dicts with
         the piece as "batch".
-    trainer_arguments: arguments of Trainer. docs/lightning.md lists those that work, those that change
-        nothing, and those that are refused.
+    trainer_arguments: arguments of Trainer. docs/lightning.md lists which arguments work, which change
+    nothing, and which are refused.
 
     Raises ValueError for arguments that a pipeline cannot honour, before a worker starts.
     """
@@ -240,7 +240,8 @@ class _PipelineStrategy:
             return True
         if number == 1:
             self.pipeline.ensure_rows(self.lightning_module.trainer, 0)
-        # After an interrupt there must be one more batch, because KeyboardInterrupt is raised there.
+        # After an interrupt Lightning must ask for one more batch, because KeyboardInterrupt is raised when
+        # it does.
         return self.pipeline.is_interrupted or number < (self.pipeline.num_batches or 0)
 
     def _has_val_batch(self, number: int) -> bool:

@@ -425,8 +425,8 @@ class Pipeline:
             )
         profile = replace(profile, model=type(vars(self.steps)["lightning_module"]).__name__)
         asked, schedule = self.settings.plan, self.settings.schedule
-        # With accumulated gradients the profile measures one batch of many. Its times are smaller than a
-        # minibatch's, but in the same proportion for all layers.
+        # With accumulated gradients the profile measures one of the minibatch's batches. A minibatch takes
+        # longer, by the same factor in every layer.
         plan = asked.make(profile, schedule, "auto" if schedule == "auto" else self._microbatches)
         print(asked.describe(plan), flush=True)
         return plan

@@ -179,7 +179,7 @@ class Training:
                 f" {100 * bubble:.0f} % of the time; raise gradient_accumulation_steps or the batch size",
                 flush=True,
             )
-        # The plan's shapes are those of whole minibatches, so they are dropped.
+        # Drops the plan's shapes, because they are the shapes of whole minibatches.
         return dataclasses.replace(plan, microbatches=self._microbatches, max_shapes={}, shapes_apart=())
 
     def _make_plan(self) -> Plan:
@@ -276,7 +276,9 @@ class Training:
         )
 
     def _checkpoints(self) -> Checkpoints | None:
-        """Returns the checkpoints of the run: one at the end, and those that the Trainer asks for."""
+        """Returns the run's setting for checkpoints: one at its end, and one whenever the Trainer asks for
+        it. None if the Trainer saves nothing.
+        """
         if not self._saves:
             return None
         resume: bool | str = False
@@ -331,8 +333,8 @@ class Training:
         self._metrics[report.minibatch] = metrics
 
     def take_metrics(self) -> dict[str, float] | None:
-        """Returns the metrics of this step's evaluation, or of an earlier evaluation that was not reported
-        yet; None if there is neither.
+        """Returns the metrics of the latest evaluation up to this step, and drops the metrics of earlier
+        evaluations. None if every evaluation has been reported.
         """
         steps = [step for step in self._metrics if step <= self._trainer.state.global_step]
         found = self._metrics[max(steps)] if steps else None

@@ -1,5 +1,5 @@
-"""Makes each stage's optimizer and scheduler from those that a library made for the whole model. Stateless;
-any thread.
+"""Makes each stage's optimizer and scheduler from the optimizer and scheduler that a library made for the
+whole model. Stateless; any thread.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def options_of(optimizer: torch.optim.Optimizer) -> Options:
 
 
 class StageOptimizers:
-    """Makes the optimizer of a stage. It has the class and the parameter groups of the whole model's
-    optimizer; some groups may be empty. Torch's AdamW, Adam and SGD are replaced by the optimizers of
-    pipedream.optim with the same results.
+    """Makes the optimizer of a stage. The optimizer has the class and the parameter groups of the whole
+    model's optimizer; some groups may be empty. Torch's AdamW, Adam and SGD are replaced by optimizers of
+    pipedream.optim, which give the same results.
     """
 
     def __init__(self, whole: torch.optim.Optimizer, model: nn.Module, *, keeps_class: bool = False) -> None:
@@ -82,8 +82,8 @@ class StageOptimizers:
 
 
 class StageSchedulers:
-    """Makes the scheduler of a stage's optimizer, as a copy of the whole model's scheduler. Such a scheduler
-    only counts steps and multiplies the rates of parameter groups.
+    """Makes the scheduler of a stage's optimizer, as a copy of the whole model's scheduler. A copy suffices,
+    because a scheduler only counts steps and multiplies the rates of parameter groups.
     """
 
     def __init__(self, whole: torch.optim.lr_scheduler.LRScheduler) -> None:

@@ -7,7 +7,7 @@ the running statistics are updated once per microbatch, as in a plain loop that 
 EvaluatedNorms detects a wrong gradient in a stage whose norms alternate between evaluation and training while
 minibatches are in flight. The backward of a norm in eval mode reads the running statistics again. Torch
 updates these in place and does not count the update as a version. So if another minibatch trains between a
-forward and its backward, the gradient is silently wrong. This is so in a plain loop as well.
+forward and its backward, the gradient is silently wrong. A plain loop has the same fault.
 
 Source: GPipe (NeurIPS'19), section 2.2. Owned by the worker's compute thread.
 """

@@ -203,9 +203,7 @@ class Boundary:
         return _each(as_sent, tensors, self._gradient_orders if gradients else self._orders)
 
     def received(self, tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> list[torch.Tensor]:
-        """Returns received tensors in the layout that the stage uses; the inverse of sent(), in the same
-        memory.
-        """
+        """Returns received tensors in the stage's layout, without a copy. The inverse of sent()."""
         return _each(as_used, tensors, self._gradient_orders if gradients else self._orders)
 
     @functools.cached_property

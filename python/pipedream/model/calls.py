@@ -110,7 +110,9 @@ def _see_class(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
 
 
 def _handler_name(kind: type[nn.Module]) -> str:
-    """Returns a free attribute name for one more handler. The class may have handlers already."""
+    """Returns the name of the attribute for the next handler. Each handler of a class has an attribute of its
+    own.
+    """
     return f"{_HANDLER}{getattr(kind, _DEPTH, 0)}"
 
 

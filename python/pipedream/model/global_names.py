@@ -3,12 +3,12 @@ to trace, check or measure a model does not change them.
 
     global step; step += 1            the name itself
     counts["step"] += 1               a key of a dict under a global name
-    count[0] += 1, log.append(0.5)    all of a list, deque or dict that has only numbers and tensors
+    count[0] += 1, log.append(0.5)    all entries of a list, deque or dict of numbers and tensors only
     state.step += 1, Layer.step += 1  an attribute of a user's object, class or module
     step.add_(1)                      the values of a small tensor
 
-Only numbers and tensors are restored, so that things loaded on first use stay. Stateless; the thread that
-runs the module.
+Only numbers and tensors are restored, so that objects loaded on first use stay. Stateless; used on the thread
+that runs the module.
 """
 
 from __future__ import annotations

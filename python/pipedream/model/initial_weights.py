@@ -68,7 +68,7 @@ _UNSET = 0xFF  # this byte, repeated, is NaN in a float of any width
 
 def materialise(model: Model, weights: WeightSource = None, *, seed: int | None = None) -> None:
     """Gives a model that was made on the meta device its values, in host memory. They are the values from
-    which `run` starts with this seed, or those of a checkpoint that `run(save=folder)` wrote.
+    which `run` starts with this seed, or the values of a checkpoint that `run(save=folder)` wrote.
 
     weights: None calls each module's own `reset_parameters()` and `_init_weights`. A function is called with
     each module after these two, and sets the tensors that they leave unset. A safetensors file, or a folder
@@ -99,7 +99,9 @@ def materialise_some(
 def _make_values(
     roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Makes values for tensors on meta. Returns pairs with which stand_ins.exchange() undoes this."""
+    """Makes values for tensors on meta. Returns pairs of tensors with which stand_ins.exchange() puts the
+    tensors back on meta.
+    """
     wanted = {name: tensor for name, tensor in _tensors_of(roots) if name in names and tensor.is_meta}
     checkpoint = _Checkpoint(Path(weights)) if isinstance(weights, (str, os.PathLike)) else None
     saved: dict[str, str] = {} if checkpoint is None else checkpoint.names_of(wanted, roots)
@@ -264,7 +266,7 @@ class _ModulePlace:
     module: nn.Module
     name: str
     of_model: Callable[[nn.Module], Any] | None
-    """The _init_weights of the innermost module around this one that has the method."""
+    """The _init_weights method of this module, or else of the innermost module around it that has one."""
 
     def holds(self, ids: set[int]) -> bool:
         """Whether the module, or a module inside it, has any of these tensors."""

@@ -175,9 +175,9 @@ def _is_as(before: tuple[Any, int] | None, value: Any) -> bool:
 
 @contextlib.contextmanager
 def loss_on(loss_fn: Any, device: torch.device) -> Iterator[None]:
-    """In the with block, the modules that are the loss, or are inside it, are on the device. Afterwards they
-    have their former parameters and buffers again. The buffers then have their new contents. Modules that are
-    on the device already are not changed.
+    """In the with block, the modules of the loss are on the device. Afterwards the modules have their former
+    parameters and buffers again; contents of buffers that changed in the block are copied back. Modules that
+    are on the device already are left alone.
     """
     elsewhere = [
         module

@@ -1,8 +1,8 @@
 """Implements recompute (re-materialisation): a stage keeps only the input of a forward, and repeats the
 forward right before its backward.
 
-The second forward must equal the first: the same weights, the same random numbers, and no second step of any
-buffer. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). Owned by the worker's
+The second forward must equal the first: it uses the same weights and random numbers, and updates no buffer a
+second time. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). Owned by the worker's
 compute thread.
 """
 

@@ -63,8 +63,8 @@ class TensorSpec:
         return max(map(math.prod, (self.shape, *self.others))) * self.dtype.itemsize
 
     def is_exceeded_by(self, shape: Sequence[int]) -> bool:
-        """Whether `shape` has more elements, or a larger first dimension, than each planned shape. Both have
-        the same number of dimensions.
+        """Whether `shape` has more elements, or a larger first dimension, than each planned shape. The shapes
+        have the same number of dimensions.
         """
         return all(
             math.prod(shape) > math.prod(planned) or (bool(shape) and shape[0] > planned[0])
@@ -80,7 +80,7 @@ class TensorSpec:
         )
 
     def misfit(self, tensor: Tensor) -> str | None:
-        """Returns why the tensor does not fit the plan; None if it does."""
+        """Returns why the tensor does not fit the plan; None if it fits."""
         shape = tuple(tensor.shape)
         if tensor.dtype != self.dtype:
             return (

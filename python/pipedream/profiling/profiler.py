@@ -112,7 +112,7 @@ def profile(
     A model on the meta device is timed on the host, layer by layer. Each layer gets its values, runs forward
     and backward on the first minibatch as often as there are minibatches to measure (at most 20), and returns
     to meta. So this needs the memory of the largest layer only. The check needs eight times the parameters'
-    memory. If that is not free, there is no check, and the log says so. Microbatches are not timed.
+    memory. If this memory is not free, there is no check, and the log says so. Microbatches are not timed.
 
     Raises ValueError or TypeError for arguments or batches that do not fit. Source: PipeDream (SOSP'19),
     section 3.1.

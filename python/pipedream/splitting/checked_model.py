@@ -1,5 +1,5 @@
 """CheckedModel runs a model whole, and also as stages that end at some of the places where it may be cut. The
-check of cuts compares the results of both. Owned by the thread that profiles.
+check of cuts compares the two results. Owned by the thread that profiles.
 
 The check computes in float64 where it can. In float32 a sum in another order may differ by rounding as much
 as a slightly stale value does. In float64 rounding is ten orders of magnitude smaller.

@@ -78,8 +78,8 @@ class FrontierCall:
     calls_inside: Mapping[str, int]
     """Module -> how often the call calls it."""
     hooked: tuple[FrontierCall, ...] = ()
-    """Calls inside this one whose outputs forward hooks stored elsewhere, for code that runs downstream. The
-    hooks are called again downstream.
+    """Calls inside this call whose outputs forward hooks stored for code that runs downstream. The hooks are
+    called again downstream.
     """
     is_hooked: bool = False
     """Whether this call itself is such a call."""
@@ -287,8 +287,8 @@ class Crossing:
 
 
 def _is_same(first: Tensor | None, now: Tensor | None) -> bool:
-    """Whether one tensor can be sent for both. Values are compared if the memory differs, because outputs may
-    have been cloned when their calls ended.
+    """Whether the tensors are equal, so that one of them can be sent for both. Values are compared if the
+    memory differs, because outputs may have been cloned when their calls ended.
     """
     if first is None or now is None:
         return first is now

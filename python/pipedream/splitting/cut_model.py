@@ -279,8 +279,8 @@ def _trace(
 
 
 def _numbers_kept(model: nn.Module) -> dict[str, float]:
-    """Returns numbers in attributes of modules that contain modules, by path. Such a module may run at
-    several stages.
+    """Returns the numbers in attributes of modules that contain other modules, by path, because such a module
+    may run at several stages.
     """
     return {
         f"{path}.{name}" if path else name: value

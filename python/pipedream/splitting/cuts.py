@@ -60,7 +60,7 @@ class Cut:
     calls: tuple[str, ...] = ()
     """The names of all calls that end at this place, the outermost first."""
     is_checkpointed: bool = False
-    """Whether this call runs under activation checkpointing or no_grad, and no call around it does."""
+    """Whether the call runs under activation checkpointing or no_grad, unlike the calls around it."""
 
 
 @dataclass(frozen=True)
@@ -401,7 +401,7 @@ class Cuts:
     # The data flow.
 
     def _runs(self, op: Operation, begin: int, end: int | None) -> bool:
-        """Whether a stage with this span runs the operation. It does not if the operation lies in a call that
+        """Whether a stage with this span runs the operation. The stage runs no operation inside a call that
         ended before the span.
         """
         if end is not None and op.tick > end:

@@ -5,13 +5,11 @@
     3  Everything else runs. Outputs that cross at the second cut are kept as calls end.
     4  The end of the span's last call stops the forward.
 
-Code outside calls runs at every stage whose forward passes it. Results that it computes from fillers are not
-read. Each forward keeps its state in a separate object, because many forwards are in flight, and a recompute
-is one more.
+Code outside calls runs at every stage whose forward reaches it. Results that this code computes from fillers
+are not read. Each forward keeps its state in a separate object, because many forwards may be in flight.
 
 A forward may leave out calls of the traced forward, or make other calls, if only one stage is affected. If
-the output of such a call crosses a cut, the forward raises an error here. Owned by the stage's compute
-thread.
+the output of such a call crosses a cut, the forward raises an error. Owned by the stage's compute thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The split check tests whether a model that is cut at all of its cuts at once computes the same as the whole
-model.
+"""The split check tests whether a model that is cut at all of its cuts at once computes the same results as
+the whole model.
 
 The check runs two minibatches in sequence, with every layer as a stage of its own. Everything that a stage
 must not need is poison: tensors that do not cross, and parameters and buffers of other stages. Attributes
-that a stage sets are hidden from other stages, and are there again when the stage runs the second minibatch.
+that a stage sets are hidden from other stages, and come back when the stage runs the second minibatch.
 Losses, gradients and buffers are compared, in float64 if the model computes in it.
 
 The whole model and its stages draw random numbers by the same keys, as in a run. If the traced minibatch drew

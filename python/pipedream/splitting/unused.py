@@ -126,8 +126,8 @@ class _Places:
         return []
 
     def _child_of(self, call: int, index: int) -> int | None:
-        """Returns the call directly inside `call` that is the call `index` or contains it; None if there is
-        none.
+        """Returns the call directly inside `call` that is the call `index` or contains it; None if `index` is
+        not inside `call`.
         """
         while index != ROOT:
             parent = self._calls[index].parent
