@@ -85,9 +85,9 @@ def fit(
     """Trains `module` as a pipeline. Returns Lightning's Trainer, with its metrics, loggers and best
     checkpoint.
 
-    module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as in Trainer.fit. fit() can continue a
-    checkpoint of Lightning's own Trainer, and Lightning's own Trainer a checkpoint of fit(). plan: how the
-    module is cut: a Plan, the path of a plan's file, or the replicas of every stage, such as
+    module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as in Trainer.fit. fit() can continue
+        a checkpoint of Lightning's own Trainer, and Lightning's own Trainer a checkpoint of fit().
+    plan: how the module is cut: a Plan, the path of a plan's file, or the replicas of every stage, such as
         "1-1" for two stages. None: the planner chooses the stages, for at most `workers` on links of
         `bandwidth`. In the last two cases the module is profiled and the plan printed. Under torchrun the
         ranks are the workers.
@@ -98,7 +98,7 @@ def fit(
     run: further arguments of pipedream.run by name, such as {"codec": "bf16"}. A weight_fn gets dicts with
         the piece as "batch".
     trainer_arguments: arguments of Trainer. docs/lightning.md lists which arguments work, which change
-    nothing, and which are refused.
+        nothing, and which are refused.
 
     Raises ValueError for arguments that a pipeline cannot honour, before a worker starts.
     """

@@ -333,8 +333,8 @@ class Training:
         self._metrics[report.minibatch] = metrics
 
     def take_metrics(self) -> dict[str, float] | None:
-        """Returns the metrics of the latest evaluation up to this step, and drops the metrics of earlier
-        evaluations. None if every evaluation has been reported.
+        """Returns the metrics of the latest evaluation that was not reported yet, up to this step. Drops the
+        metrics of earlier evaluations. None if all evaluations were reported.
         """
         steps = [step for step in self._metrics if step <= self._trainer.state.global_step]
         found = self._metrics[max(steps)] if steps else None
