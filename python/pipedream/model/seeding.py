@@ -6,8 +6,8 @@ The rule is the same in the workers and in the reference.
 With one worker everything draws from the process's global generators, as in a plain PyTorch loop. If a seed
 is given, `seed_all` sets them first. With several workers:
 
-    data                 data_seed        the same at all workers; torch's generators have the data's states
-                                          only while data are read, `random` and numpy always
+    data                 data_seed        the same at all workers; torch's generators are switched to the
+                                          data's stream while data are read; only data use `random` and numpy
     a forward            draws_seed       by place and microbatch (draws.py)
     a backward           backward_seed    by stage and microbatch
     an optimizer's step  update_seed      by stage, names of the parameters, and number of the step

@@ -6,11 +6,11 @@ every operation read and wrote.
             call 0   call 1           in no  call 2
                                       call
 
-A tensor is identified by its storage and the number of writes to the storage before it was used. Views of one
-storage count as the same tensor. The data flow is therefore exact, however Python passes a tensor on
-(attributes, hooks, tuples). Operations outside all module calls, and the loss, belong to the call ROOT. The
-recording keeps no tensor alive. The model is unchanged afterwards if the caller wraps the recording in
-`untouched`. Owned by the thread that runs the model.
+A tensor is identified by its storage and the number of writes to the storage so far. Views of one storage
+count as the same tensor. The data flow is therefore exact, however Python passes a tensor on (attributes,
+hooks, tuples). Operations outside all module calls, and the loss, belong to the call ROOT. The recording
+keeps no tensor alive. The model is unchanged afterwards if the caller wraps the recording in `untouched`.
+Owned by the thread that runs the model.
 
 Data sizes are sizes of dimensions that depend on the contents of a tensor, as after `x[mask]`:
 
@@ -195,8 +195,8 @@ class Operation:
     """Whether the operation drew random numbers."""
     decides: bool
     """Whether the operation's result may decide which code runs later, as when .item() gives Python a value.
-    Also True if a tensor's contents decide how many random numbers it drew, because later random numbers then
-    differ.
+    Also True if a tensor's contents decide how many random numbers the operation drew, because later random
+    numbers then differ.
     """
     is_copy: bool = False
     """Whether the recording added it: see _made_own()."""
