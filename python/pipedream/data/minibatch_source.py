@@ -3,7 +3,7 @@ than planned.
 
     planned for 4 x 16, 2-1 replicas    minibatch  0    1    2    3    4    5
                                         length     16   8  | 16   24 | 20   8
-    Minibatch 3 is larger. The source reports an end of the data before 2, until there is memory for 4 x 24.
+    Minibatch 3 is larger. The data end before its group (2 and 3) until there is memory for 4 x 24.
 
 All minibatches of a group are read before the first is handed out. A group begins and ends where the rounds
 of all stages end, so no round is split if the data end before a group. Without replicas a group is one

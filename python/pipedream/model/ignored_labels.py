@@ -2,7 +2,8 @@
 weight must then be the number of its remaining labels, not of its samples.
 
     look     the last stage's reader finds a minibatch whose microbatches have unequal shares of such labels
-    judge    the stage tests whether its loss is such a mean, by losses of one microbatch with changed labels
+    judge    the stage tests whether its loss is a mean over the remaining labels: it computes the loss of one
+             microbatch with changed labels
 
 The test computes the loss f of one microbatch with only the labels of samples A, with only those of samples
 B, and with both:

@@ -161,8 +161,8 @@ def chunk(
     of shape (1, T)), and constants.
 
     Like torch.chunk, this may return fewer pieces than num_microbatches: 5 samples in 4 microbatches give
-    pieces of 2, 2 and 1. A value without samples is returned as often as num_samples samples would have
-    pieces. Microbatches are returned uncut.
+    pieces of 2, 2 and 1. A value without samples is returned once for each piece into which num_samples
+    samples would be cut. Microbatches are returned uncut.
 
     Raises ValueError, naming `name` and minibatch (its number, or a text such as "0 at these sizes"), if
     there are no samples or tensors disagree in their number. Raises TypeError for an object that hides its

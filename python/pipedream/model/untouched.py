@@ -53,7 +53,7 @@ def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[Non
     - each parameter's .grad (None in the with block) and requires_grad,
     - the contents of small parameters, which a forward may set by its first minibatch,
     - training flags and all other attributes of modules: a counter, `initialised`, the tensors of a memory
-      bank. Without this a layer would treat its next minibatch as its second.
+      bank. Otherwise a layer would treat the first minibatch of the training as its second.
     - numbers and tensors in global names in which the modules' code counts.
 
     The modules include those that the loss can reach.

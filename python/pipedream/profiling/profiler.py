@@ -100,8 +100,8 @@ def profile(
         name of the module whose call ends it.
     cuts: the paths of the modules after which the model may be cut, ["layer2", "layer3"]. None: after any.
     check: first runs the model with all of its cuts and compares it with the whole model. A cut that changes
-        the loss, a gradient or a buffer is left out, and logged. It raises ValueError instead if `cuts` names
-        it, or if the model is a list with layers that are not torch's own.
+        the loss, a gradient or a buffer is left out, and logged. If `cuts` names such a cut, or if the model
+        is a list with layers that are not torch's own, profile() raises ValueError instead.
     autocast: as in run(). It changes times and bytes, but not which cuts are found. None: the dtype of the
         autocast region around this call, if there is one.
     weights: as in run(), for a model on the meta device.

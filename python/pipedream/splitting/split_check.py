@@ -4,12 +4,11 @@ the whole model.
 The check runs two minibatches in sequence, with every layer as a stage of its own. Everything that a stage
 must not need is poison: tensors that do not cross, and parameters and buffers of other stages. Attributes
 that a stage sets are hidden from other stages, and come back when the stage runs the second minibatch.
-Losses, gradients and buffers are compared, in float64 if the model computes in it.
+Losses, gradients and buffers are compared, in float64 if the model runs in float64.
 
-The whole model and its stages draw random numbers by the same keys, as in a run. If the traced minibatch drew
-nothing, the generators' states are restored at each cut instead. The check takes the time of four
-minibatches, and runs the code outside calls once more per layer. It restores everything that it changes. It
-runs on the thread that profiles.
+The whole model and its stages draw the same random numbers, as in a run (draws.py). If the traced minibatch
+drew nothing, the generators' states are restored at each cut instead. The check takes the time of about four
+minibatches. It restores everything that it changes. It runs on the thread that profiles.
 """
 
 from __future__ import annotations

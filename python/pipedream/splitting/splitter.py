@@ -66,10 +66,14 @@ def split(model: Model, plan: StagePlan) -> list[StageModule]:
 def check_split(model: Model, plan: StagePlan) -> None:
     """Raises ValueError, one line naming the value and the remedy, unless the plan can cut the model.
 
-    These are refused: more stages than layers; a plan for another number of layers; buffers, or modules with
-    buffers, that two stages share; trainable parameters of dtypes other than float32, float64 and bfloat16;
-    and places that hold a view of a stage's parameter, or an unregistered parameter of another stage, because
-    the stage could not train it. Parameters may be tied across stages: see find_ties().
+    These are refused:
+    - more stages than layers, and a plan for another number of layers,
+    - buffers, or modules with buffers, that two stages share,
+    - trainable parameters of other dtypes than float32, float64 and bfloat16,
+    - places that hold a view of a stage's parameter, because the stage could not train it,
+    - places that hold an unregistered parameter of another stage, for the same reason.
+
+    Parameters may be tied across stages: see find_ties().
     """
     model = _cut_as_planned(model, plan)
     layers = named_layers(model)

@@ -1,8 +1,8 @@
 """Finds parameters and buffers that the traced minibatch did not use, and the place in the forward where a
 later minibatch may use them. Examples are experts that no token chose, and a layer that was dropped.
 
-Each is placed where its module's code would run, at the end of the module's calls. A module that was not
-called is placed after the module that its parent registers before it:
+An unused parameter or buffer is placed where its module's code would run, at the end of the module's calls. A
+module that was not called is placed after the module that its parent registers before it:
 
     encoder(x)                      called; the cut is inside this call
       layers.0   called             ... end of layers.0
