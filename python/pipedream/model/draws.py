@@ -200,9 +200,9 @@ def keyed_draws(
 
 @contextlib.contextmanager
 def drawing_alike(stage: StageModule, device: torch.device) -> Iterator[None]:
-    """In the with block, a stage of a traced model draws the same numbers in every process, so that all
-    processes take the same branch where the model's code branches on a drawn number. A list of layers draws
-    from the generators as usual.
+    """In the with block, a stage of a traced model draws the same numbers in every process. So if the model's
+    code branches on a drawn number, all processes take the same branch. A list of layers draws from the
+    generators as usual.
     """
     traced = stage.traced_draws is not None
     draws = keyed_draws(0, [stage], [SeenDraws()], device) if traced else None

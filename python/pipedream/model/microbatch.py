@@ -164,9 +164,9 @@ def chunk(
     pieces of 2, 2 and 1. A value without samples is returned once for each piece into which num_samples
     samples would be cut. Microbatches are returned uncut.
 
-    Raises ValueError, naming `name` and minibatch (its number, or a text such as "0 at these sizes"), if
-    there are no samples or tensors disagree in their number. Raises TypeError for an object that hides its
-    samples.
+    Raises ValueError if there are no samples, or if tensors have different numbers of samples. Raises
+    TypeError for an object that hides its samples. name, minibatch: for these errors; `minibatch` is a
+    number, or a text such as "0 at these sizes".
     """
     if isinstance(value, Microbatches):
         return [*value]

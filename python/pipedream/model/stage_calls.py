@@ -91,8 +91,8 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 def backward_of_loss(loss: Tensor, factor: float = 1.0) -> None:
     """Runs the backward of factor * loss. Nobody else may use the loss. Does nothing if the loss needs no
-    gradient. The backward starts with `factor` as the gradient of the loss, because a multiplication and
-    torch's checks in Python would take as long as a small layer's backward.
+    gradient. The backward starts with `factor` as the gradient of the loss. A multiplication, with torch's
+    checks in Python, would take as long as a small layer's backward.
     """
     if not loss.requires_grad:
         return

@@ -92,9 +92,9 @@ def profile(
         shorter than the first are not timed.
     loss_fn: (outputs, targets) -> scalar; with dicts, (outputs, batch) -> scalar. Its time belongs to the
         last layer. None: the loss in the model's output.
-    minibatches, seconds: profiling stops at the first of three events: this many minibatches are measured (up
-        to 5 more for warm-up do not count), `seconds` have passed in all, or the mean time of a minibatch is
-        known to 0.5 % (Profile.time_error).
+    minibatches: profiling stops when this many minibatches are measured, besides up to 5 for warm-up. It
+        stops earlier if the mean time of a minibatch is known to 0.5 % (Profile.time_error).
+    seconds: profiling also stops when this time has passed in all.
     model: an nn.Sequential or a list is used as its layers. Any other module is traced once, on the first
         minibatch. A layer is then the part of its forward between two places where it may be cut. It has the
         name of the module whose call ends it.
