@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from pipedream import Plan
-from pipedream.integrations.transformers import PipelineTrainer
-from torch import Tensor
+from networks import make_torchvision_importable
+
+make_torchvision_importable()  # ranks of the farm import this file alone
+
+import transformers  # noqa: E402
+from pipedream import Plan  # noqa: E402
+from pipedream.integrations.transformers import PipelineTrainer  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 __all__ = ["Trained", "assert_same", "make_trainer", "samples", "train"]
 
