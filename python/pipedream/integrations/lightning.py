@@ -89,14 +89,14 @@ def fit(
         a checkpoint of Lightning's own Trainer, and Lightning's own Trainer a checkpoint of fit().
     plan: how the module is cut: a Plan, the path of a plan's file, or the replicas of every stage, such as
         "1-1" for two stages. None: the planner chooses the stages, for at most `workers` on links of
-        `bandwidth`. In the last two cases the module is profiled and the plan printed. Under torchrun the
-        ranks are the workers.
+        `bandwidth`. Without a Plan or a file the module is profiled and the plan is printed. The last stage
+        must have one replica. Under torchrun the ranks are the workers.
     schedule: "flush" trains as Lightning does. docs/schedules.md has schedules that keep every worker busy.
     microbatches: number of pieces of a batch. None: up to four per stage, as many as divide the batch evenly;
-        or one, if the loss of the first batch is not the mean over its pieces. With accumulate_grad_batches
-        each batch is one piece.
-    run: further arguments of pipedream.run by name, such as {"codec": "bf16"}. A weight_fn gets dicts with
-        the piece as "batch".
+        or one, if the module has batch norm, or if the loss of the first batch is not the mean over its
+        pieces. With accumulate_grad_batches each batch is one piece.
+    run: further arguments of pipedream.run by name, such as {"codec": "bf16"}. If "weight_fn" is among them,
+        that function is called with a dict whose "batch" is the piece, and returns how much the piece counts.
     trainer_arguments: arguments of Trainer. docs/lightning.md lists which arguments work, which change
         nothing, and which are refused.
 

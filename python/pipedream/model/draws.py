@@ -160,7 +160,9 @@ class SeenDraws:
 
 
 def _start_of_layer(layer_index: int) -> int:
-    """Returns the position just before the layer's position, in a list of layers."""
+    """Returns the draws' position of the layer before this one, in a list of layers; 0 for the first layer.
+    Layer i draws at the position (i + 1) << _NEXT_BITS.
+    """
     return layer_index << _NEXT_BITS
 
 

@@ -5,16 +5,18 @@ N. N is a multiple of the group size, `minibatches_between_drains`.
     stage 0     decides which events are due at N, once it has read the group that begins with minibatch N,
                 or has found the end of the data there
     the items   carry the decision: all activations of that group, or the message that the data are over
-    stage s     begin   before its first FORWARD of the group: buffers are those of the boundary
-                reach   after begin, when UPDATE N - 1 is done and UPDATE N is not
+    stage s     calls its listeners twice, because forwards change buffers and updates change weights:
+                begin   before its first FORWARD of the group: the buffers have their state of the boundary
+                reach   later, after UPDATE N - 1 and before UPDATE N: so do the weights
     STOP        the run ends at N, so minibatch N is not trained
 
         stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary N = 5, two in flight:
                              begin       reach           U4 has made version N
 
-A boundary may begin before the previous boundary is reached. No stage waits for another stage, and no stage
-looks ahead into its data. The last group may be incomplete. A replica without a microbatch of the last group
-would not learn of events at the boundary before that group. So these events are moved to the end of the data.
+A boundary may begin before the previous boundary is reached. A stage waits for other stages only if an
+evaluation's answer is needed at once. No stage looks ahead into its data. The last group may be incomplete.
+Then some replicas get none of its microbatches, and so no decision. Therefore the evaluations and checkpoints
+that are due before an incomplete group are made at the end of the data.
 Owned by the worker's compute thread.
 """
 

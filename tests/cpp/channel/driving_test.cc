@@ -112,7 +112,8 @@ TEST_P(ChannelDriving, ItemsMayDieWhileTheChannelDetachesAndEnds) {
   dropping.join();
 }
 
-// The thread that drives ends the link. No thread waits for a stream on that stream's own thread.
+// The thread that drives at that moment ends the link, and waits for the copy stream. A host stream has a
+// thread of its own. If that thread drove, it would wait for itself.
 TEST_P(ChannelDriving, FailureInTheMidstOfSendingEndsBothWaits) {
   make_channels(one_tensor_spec(), {.num_slots = 3, .num_items_max = 4});
   std::thread sending([&] {

@@ -359,7 +359,9 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
     }
     return num_freed;
   };
-  // Versions 0 to 20 - n are read, and a newer one has replaced each of them.
+  // A backward frees a slot if it is the last to read a version that is no longer the newest. Of 20
+  // minibatches, with n in flight, that holds for 21 - n versions. With n = 1 every backward reads the newest
+  // version.
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 0), 18);
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 1), 19);
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 2), 0);
