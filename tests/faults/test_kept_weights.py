@@ -73,7 +73,9 @@ def test_after_an_exception_the_model_has_every_stages_newest_version() -> None:
         _run(model, loss_fn=_FailsAt(8))
     first, second, last = _num_updates_of_stages(model)
     assert last == 7  # the eighth forward failed; the last stage had done the seven backwards before
-    assert first is not None and second is not None and 4 <= first <= second <= 7
+    assert first is not None and second is not None and min(first, second) >= 4 and max(first, second) <= 7
+    # A stage sends its gradient before its own update, so the failure may end it between the two.
+    assert first <= second + 1
     assert caught.value.minibatch == 7 and len(caught.value.losses) == 7
 
 
@@ -87,7 +89,9 @@ def test_after_a_lost_worker_the_model_has_the_other_stages_and_the_error_names_
     )
     first, second, last = _num_updates_of_stages(model)
     assert last == 0
-    assert first is not None and second is not None and 4 <= first <= second <= 7
+    assert first is not None and second is not None and min(first, second) >= 4 and max(first, second) <= 7
+    # A stage sends its gradient before its own update, so the failure may end it between the two.
+    assert first <= second + 1
     assert caught.value.minibatch == 7 and len(caught.value.losses) == 7
 
 
