@@ -319,6 +319,47 @@ def test_a_parameter_without_a_gradient_at_any_replica_is_not_updated_and_a_miss
     assert_close_state(state, model.state_dict(), 1e-12)
 
 
+class _WeightOfViews(nn.Module):
+    """Sums views of its parameters. The gradients of such parameters lie in the memory of the sum's gradient,
+    and the backward still needs that for the other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(4, 4))
+        self.gain = nn.Parameter(torch.randn(4, 4))
+        self.first = nn.Parameter(torch.randn(16))
+        self.second = nn.Parameter(torch.randn(16))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight = self.base * self.gain + self.first.view(4, 4) + self.second.view(4, 4)
+        return nn.functional.linear(inputs, weight)
+
+
+def _views() -> tuple[nn.Sequential, pipedream.Plan, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(_WeightOfViews(), nn.Tanh(), nn.Linear(4, 4))
+    data = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(6)]
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    options: dict[str, Any] = {"data": data, "loss_fn": nn.functional.mse_loss, "optimizer": optimizer}
+    options |= {"seed": 1, "schedule": "data_parallel", "autocast": "float16"}
+    return model, pipedream.Plan((pipedream.planning.plan.Stage(0, 2, 2),)), options
+
+
+def _train_views(sync: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, plan, options = _views()
+    result = pipedream.run(model, plan, sync=sync, progress=False, **options)
+    return result.losses, model.state_dict()
+
+
+@pytest.mark.parametrize("sync", ["bsp", "allreduce"])
+def test_a_loss_scale_is_taken_once_from_gradients_that_share_memory(farm: Farm, sync: str) -> None:
+    losses, state = farm.results(_train_views, sync, num_ranks=2)[0]
+    model, plan, options = _views()
+    expected = reference.run(model, plan, **options)
+    assert_close_losses(losses, expected.losses, _FLOAT16)
+    assert_close_state(state, model.state_dict(), _FLOAT16)
+
+
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 def test_data_parallel_gives_the_result_of_plain_training_with_larger_minibatches(
     farm: Farm, num_replicas: int

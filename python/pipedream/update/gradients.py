@@ -33,6 +33,7 @@ __all__ = [
     "NormExchange",
     "RunStep",
     "StageGradients",
+    "all_in_order",
     "clip_scale",
     "figures_of",
     "in_order",
@@ -246,8 +247,9 @@ def _goes_upstream(edge: _core.Edge) -> bool:
 
 
 def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor | None:
-    """Returns the gradient flat, in the leaf's order in memory, and without the loss scale. Works in place if
-    no copy is needed."""
+    """Returns the gradient flat, in the leaf's order in memory, and without the loss scale. Copies a scaled
+    gradient: a view of the parameter, such as p.view(2, -1), gives the parameter a gradient in memory that
+    the rest of the backward, or another parameter's gradient, still uses."""
     if gradient is None:
         return None
     if gradient.is_sparse:
@@ -255,7 +257,19 @@ def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor
     if gradient.stride() != leaf.stride():
         gradient = torch.empty_like(leaf).copy_(gradient)
     flat = flat_view(gradient.detach())
-    return flat if loss_scale == 1.0 else flat.mul_(1.0 / loss_scale)
+    return flat if loss_scale == 1.0 else flat * (1.0 / loss_scale)
+
+
+def all_in_order(
+    gradients: list[Tensor | None], leaves: Sequence[Tensor], loss_scale: float
+) -> list[Tensor | None]:
+    """Does in_order() for all gradients. Empties `gradients` meanwhile, so that only one has a copy at a
+    time."""
+    flats = []
+    for index, leaf in enumerate(leaves):
+        flats.append(in_order(gradients[index], leaf, loss_scale))
+        gradients[index] = None
+    return flats
 
 
 def updated_parameters(stage: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:

@@ -95,6 +95,8 @@ class EarlyPushes:
                     self._push_factors(self._num_summed)
             elif (gradient := in_order(leaf.grad, leaf, self._loss_scale)) is not None:
                 self.gradients[parameter] = gradient
+                if self._loss_scale != 1.0:  # the gradient is a copy
+                    leaf.grad = None
                 self._exchange.push_ready(parameter, gradient, self._num_summed)
 
     def end(self) -> None:

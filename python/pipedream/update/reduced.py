@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pipedream import _core
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.layers import flat_view
-from pipedream.update.gradients import RunStep, StageGradients, in_order
+from pipedream.update.gradients import RunStep, StageGradients, all_in_order
 from pipedream.update.stage_optimizer import StageOptimizer
 from pipedream.update.tied import TiedParameters
 from pipedream.update.weights import StageWeights
@@ -76,11 +76,7 @@ class ReducedGradients(_GroupGradients):
         round_index = self._rounds.round_of(minibatch)
         leaves = self._leaves(own_slot, self._tied.owned_gradient_slot)
         gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
-        flats = [
-            in_order(gradient, leaf, self._loss_scale)
-            for gradient, leaf in zip(gradients, leaves, strict=True)
-        ]
-        gradients.clear()
+        flats = all_in_order(gradients, leaves, self._loss_scale)
         num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
         counts = torch.tensor([num_own, *(flat is not None for flat in flats)], dtype=torch.float64)
         counts = counts.to(self._weights.own.slots[0].device)
@@ -125,7 +121,9 @@ class LocalSteps(_GroupGradients):
         super().take(minibatch, own_slot)
         self._num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
         if self._num_own > 0 and self._share != 1.0:
-            torch._foreach_div_([g for g in self._taken if g is not None], self._share)
+            for index, gradient in enumerate(self._taken):
+                if gradient is not None:  # a new tensor: two parameters' gradients may share memory
+                    self._taken[index] = gradient / self._share
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
         if self._num_own == 0:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from pipedream import _core
+from pipedream.budget.footprint import storage_bytes
 from pipedream.common.regions import Region
 from pipedream.model.boundary import TENSORS
 from pipedream.update.factors import FactorExchange
-from pipedream.update.gradients import StageGradients, in_order
+from pipedream.update.gradients import StageGradients, all_in_order
 from pipedream.update.pushes import EarlyPushes, ItemLinks
 from pipedream.update.shards import Piece, ShardLayout
 from pipedream.update.stage_optimizer import StageOptimizer
@@ -212,7 +213,9 @@ class ShardClient(StageGradients):
         have been in memory at the same time as all gradients of that backward."""
         left_bytes = 0 if self._factors is None else self._factors.num_bytes
         pushed = self._late | self._leaving()
-        return super().num_bytes(own_slot) + left_bytes + sum(num_bytes for _, num_bytes in pushed.values())
+        copies = self._pushes.gradients.values() if self._loss_scale != 1.0 else ()
+        left_bytes += storage_bytes([*copies]) + sum(num_bytes for _, num_bytes in pushed.values())
+        return super().num_bytes(own_slot) + left_bytes
 
     def _leaving(self) -> _Leaving:
         return {id(ref): (ref, storage.nbytes()) for ref in self._pushed if (storage := ref()) is not None}
@@ -228,10 +231,12 @@ class ShardClient(StageGradients):
         early = self._pushes.gradients
         if self._factors is not None:
             self._factors.check(gradients)
-        return [
-            in_order(gradient, leaf, self._loss_scale) if index not in early else early[index]
-            for index, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True))
-        ]
+        for index in early:
+            gradients[index] = None
+        own = all_in_order(gradients, leaves, self._loss_scale)
+        for index, gradient in early.items():
+            own[index] = gradient
+        return own
 
     def whole_slot(self, newest_slot: int) -> int:
         """Returns the slot of the newest version whose shards have all been pulled."""

@@ -216,9 +216,9 @@ class WeightVersions:
                 new.grad = gradient
 
     def scale_gradients(self, slot: int, factor: float) -> None:
-        gradients = [leaf.grad for leaf in self._leaves[slot] if leaf.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        for leaf in self._leaves[slot]:
+            if leaf.grad is not None:  # a new tensor: two leaves' gradients may share memory
+                leaf.grad = leaf.grad * factor
 
     def check_gradients_taken(self) -> None:
         for leaves in self._leaves:
