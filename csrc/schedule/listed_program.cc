@@ -421,8 +421,9 @@ void ListedProgram::refuse_run(const ReplayReport& report,
     for (const Instruction& instruction : programs[static_cast<std::size_t>(rank.value())]) {
       const std::string named = ", " + to_string(instruction) + ": ";
       const std::size_t found = report.error.find(named);
+      if (found == std::string::npos) continue;
       const auto position = find_position(rank, instruction);
-      if (found == std::string::npos || !position) continue;
+      if (!position) continue;
       refuse(rank, *position, report.error.substr(found + named.size()) + hint_on_backward(rank, *position));
     }
   }
@@ -461,10 +462,9 @@ std::string ListedProgram::hint_on_backward(Rank rank, std::int64_t position) co
   const Instruction backward = at(rank, position);
   if (!releases_stash(backward.opcode)) return {};
   const Rounds& rounds = rounds_of_stage(backward.stage);
-  const std::int64_t number = rounds.number_of(backward.minibatch, backward.microbatch);
-  const std::int64_t forward = position_of(Stash::kKept, backward.stage, number);
-  if (at(rank, forward).version == backward.version) return {};
-  return "; the forward is " + place_of(rank, forward) + ": " + how_to_stash(backward.stage, number);
+  const Passes passes = passes_of(backward.stage, rounds.number_of(backward.minibatch, backward.microbatch));
+  if (at(rank, passes.forward).version == backward.version) return {};
+  return "; the forward is " + place_of(rank, passes.forward) + ": " + how_to_stash(passes);
 }
 
 // Throws "line 13, time 2 of the body: BACKWARD stage 0 ... reads version 1: " and the reason.

@@ -140,6 +140,13 @@ class ListedProgram {
     ListedReads tied;
   };
 
+  // The positions of a microbatch's forward and backward in the list of the worker that computes them.
+  struct Passes {
+    Rank rank;
+    std::int64_t forward = 0;
+    std::int64_t backward = 0;
+  };
+
   // The constructor's steps. Each relies on the steps before it.
   void place_workers();
   void count_rounds();
@@ -160,10 +167,10 @@ class ListedProgram {
                                          std::int64_t index) const;
   [[nodiscard]] std::int64_t number_of_item(const Place& place, const OpcodeTraits& traits,
                                             std::int64_t index) const;
-  [[nodiscard]] std::int64_t position_of(Stash stash, StageIndex stage, std::int64_t number) const;
+  [[nodiscard]] Passes passes_of(StageIndex stage, std::int64_t number) const;
   [[nodiscard]] std::string place_of(Rank rank, std::int64_t position) const;
   [[nodiscard]] std::string describe_unstashed(StageIndex stage, bool names_lines) const;
-  [[nodiscard]] std::string how_to_stash(StageIndex stage, std::int64_t number) const;
+  [[nodiscard]] std::string how_to_stash(const Passes& passes) const;
   [[nodiscard]] std::int64_t last_to_warm_up(StageIndex stage, std::int64_t number) const;
   [[nodiscard]] std::int64_t count_in_body(const Place& place, const OpcodeTraits& traits) const;
   [[nodiscard]] ListedReads reads_of(StageIndex stage, Stash stash) const;

@@ -170,23 +170,19 @@ std::string ListedProgram::note_on_unstashed() const {
 // Returns text such as "line 6, time 2 of the body: BACKWARD stage 0 ... reads version 1, and its forward
 // (line 8) version 0; ", then what to write instead.
 std::string ListedProgram::describe_unstashed(StageIndex stage, bool names_lines) const {
-  const std::int64_t number = *facts_of(stage).first_unstashed;
-  const Rank rank = placement_.rank_of(stage, rounds_of_stage(stage).replica_of(number));
-  const std::int64_t forward = position_of(Stash::kKept, stage, number);
-  const std::int64_t backward = position_of(Stash::kReleased, stage, number);
+  const Passes passes = passes_of(stage, *facts_of(stage).first_unstashed);
+  const auto& [rank, forward, backward] = passes;
   return (names_lines ? place_of(rank, backward) + ": " : "") + to_string(at(rank, backward)) +
          ", and its forward" + (names_lines ? " (" + place_of(rank, forward) + ")" : "") + " version " +
          std::to_string(at(rank, forward).version.value()) +
-         ", as under unstashed; if both are to read one version, " + how_to_stash(stage, number);
+         ", as under unstashed; if both are to read one version, " + how_to_stash(passes);
 }
 
 // Says what to write so that the microbatch's backward reads what its forward reads.
-std::string ListedProgram::how_to_stash(StageIndex stage, std::int64_t number) const {
-  const Rounds& rounds = rounds_of_stage(stage);
-  const Rank rank = placement_.rank_of(stage, rounds.replica_of(number));
-  const std::int64_t forward = position_of(Stash::kKept, stage, number);
-  const std::int64_t backward = position_of(Stash::kReleased, stage, number);
-  const std::int64_t forward_reads_version = at(rank, forward).version.value();
+std::string ListedProgram::how_to_stash(const Passes& passes) const {
+  const auto& [rank, forward, backward] = passes;
+  const Instruction reader = at(rank, forward);
+  const std::int64_t forward_reads_version = reader.version.value();
   const std::int64_t backward_reads_version = at(rank, backward).version.value();
   if (num_bodies_before(rank, backward) == 0) {
     return "let the backward read version " + std::to_string(forward_reads_version);
@@ -194,12 +190,13 @@ std::string ListedProgram::how_to_stash(StageIndex stage, std::int64_t number) c
   std::int64_t newest = 0;  // at the forward
   for (std::int64_t position = 0; position < forward; ++position) {
     const Instruction instruction = at(rank, position);
-    if (instruction.stage == stage && writes_version(instruction.opcode)) ++newest;
+    if (instruction.stage == reader.stage && writes_version(instruction.opcode)) ++newest;
   }
   if (num_bodies_before(rank, forward) == 0 && newest >= backward_reads_version) {
     return "let the forward read version " + std::to_string(backward_reads_version);
   }
-  const std::int64_t last = last_to_warm_up(stage, number);
+  const std::int64_t last = last_to_warm_up(
+      reader.stage, rounds_of_stage(reader.stage).number_of(reader.minibatch, reader.microbatch));
   return "put all of minibatch " + std::to_string(last) +
          (last == 0 ? ", with its update," : " and those before it, with their updates,") +
          " into the warm-up";
@@ -224,17 +221,21 @@ std::int64_t ListedProgram::last_to_warm_up(StageIndex stage, std::int64_t numbe
   return last + (num_bodies - 1) * minibatches_per_body_;
 }
 
-// The position of the stage's instruction that has this effect on the stash of the microbatch with this
-// number.
-std::int64_t ListedProgram::position_of(Stash stash, StageIndex stage, std::int64_t number) const {
+// Finds the forward and the backward of the stage's microbatch with this number.
+ListedProgram::Passes ListedProgram::passes_of(StageIndex stage, std::int64_t number) const {
   const Rounds& rounds = rounds_of_stage(stage);
-  const Rank rank = placement_.rank_of(stage, rounds.replica_of(number));
-  for (std::int64_t position = 0;; ++position) {  // bounded: every microbatch has one
-    const Instruction instruction = at(rank, position);
-    if (instruction.stage == stage && traits_of(instruction.opcode).stash == stash &&
-        rounds.number_of(instruction.minibatch, instruction.microbatch) == number) {
-      return position;
+  Passes passes{.rank = placement_.rank_of(stage, rounds.replica_of(number))};
+  for (std::int64_t position = 0;; ++position) {  // bounded: every microbatch has both, the backward later
+    const Instruction instruction = at(passes.rank, position);
+    if (instruction.stage != stage ||
+        rounds.number_of(instruction.minibatch, instruction.microbatch) != number) {
+      continue;
     }
+    const Stash stash = traits_of(instruction.opcode).stash;
+    if (stash == Stash::kKept) passes.forward = position;
+    if (stash != Stash::kReleased) continue;
+    passes.backward = position;
+    return passes;
   }
 }
 
