@@ -91,9 +91,8 @@ py::object PyShardExchange::lend(const TensorView& tensor, const std::shared_ptr
   return tensors_->lend(tensor, worker_.device().type(), worker_.device().index(), owner);
 }
 
-Borrowed PyShardExchange::borrow(const py::list& tensors) const {
-  return tensors_->borrow(tensors, worker_.device().type(), worker_.device().index(),
-                          [] { return "the gradients of this replica"; });
+Borrowed PyShardExchange::borrow(const py::list& tensors, const std::function<std::string()>& where) const {
+  return tensors_->borrow(tensors, worker_.device().type(), worker_.device().index(), where);
 }
 
 void PyShardExchange::give(std::size_t parameter, const py::object& gradient) {
@@ -101,7 +100,7 @@ void PyShardExchange::give(std::size_t parameter, const py::object& gradient) {
   if (!gradient.is_none()) {
     py::list one;
     one.append(gradient);
-    Borrowed borrowed = borrow(one);
+    Borrowed borrowed = borrow(one, [&] { return "the gradient of parameter " + std::to_string(parameter); });
     given = {borrowed.tensors.front(), std::move(borrowed.owner)};
   }
   exchange_.give(parameter, std::move(given));
@@ -113,7 +112,7 @@ void PyShardExchange::push_ready(std::size_t parameter, const py::object& gradie
 }
 
 void PyShardExchange::push_factors(const py::list& factors, std::int64_t num_summed) {
-  const Borrowed borrowed = borrow(factors);
+  const Borrowed borrowed = borrow(factors, [] { return "the factors of this replica"; });
   wait([&](Deadline deadline) {
     return exchange_.push_factors(borrowed.tensors, borrowed.owner, num_summed, deadline);
   });

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -57,7 +58,8 @@ class PyShardExchange {
 
  private:
   void give(std::size_t parameter, const pybind11::object& gradient);
-  [[nodiscard]] Borrowed borrow(const pybind11::list& tensors) const;
+  [[nodiscard]] Borrowed borrow(const pybind11::list& tensors,
+                                const std::function<std::string()>& where) const;
   [[nodiscard]] pybind11::object lend(const TensorView& tensor, const std::shared_ptr<void>& owner) const;
   template <class Attempt>
   void wait(Attempt attempt);
