@@ -254,10 +254,10 @@ def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor
         return None
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    if gradient.stride() != leaf.stride():
-        gradient = torch.empty_like(leaf).copy_(gradient)
-    flat = flat_view(gradient.detach())
-    return flat if loss_scale == 1.0 else flat * (1.0 / loss_scale)
+    gradient = gradient.detach()
+    if gradient.stride() != leaf.stride() or loss_scale != 1.0:
+        gradient = torch.mul(gradient, 1.0 / loss_scale, out=torch.empty_like(leaf, requires_grad=False))
+    return flat_view(gradient)
 
 
 def all_in_order(
