@@ -69,7 +69,7 @@ class RunOption:
 
     name: str
     takes: str
-    """What the argument takes, for the table in docs/running.md."""
+    """The kind of value that the argument takes, for the table in docs/running.md."""
     default: Any = None
     check: Callable[[str, Any], object] = lambda name, value: None
     """Called with name and value. Raises ValueError or TypeError for a value that is wrong with any model,

@@ -219,7 +219,7 @@ def run(
     Other arguments belong to features that do not exist yet, and are refused.
 
     Raises ValueError or TypeError for a mistake in the arguments, and errors.PipelineError if the run fails.
-    That error has the `losses` of the minibatches that were done, and the `minibatch` at which the run was;
+    The error has the `losses` of the minibatches that were done, and the `minibatch` at which the run was;
     the model then has the newest weights of the stages whose workers live. If the run fails after the
     training, for example because a disk is full, the error says where the trained weights are. The first
     Ctrl-C ends the run early with a result; a second one ends it at once. Warns if nothing is trainable, if

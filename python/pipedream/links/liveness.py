@@ -40,7 +40,7 @@ class Sign:
     peer_timeout_s: float
     """Seconds of peer_timeout at the rank that gives the sign. The rank gives eight signs in this time."""
     phase: str
-    """What the rank is doing, such as "opening links". It is part of the error if the rank is lost."""
+    """The rank's present work, such as "opening links". An error names this work if the rank is lost."""
     is_done: bool = False
     """Whether this is the rank's last sign, because its links are open."""
 

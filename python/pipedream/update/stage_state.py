@@ -40,7 +40,7 @@ class HeldVersions:
         continues at 10, n_s = 3      F10 reads 8    F11 reads 9    F12 reads 10    B10, U10
         the slot has                        8              9               10        10, 11
 
-    As soon as the end of a run is known, the stage copies such versions for the next run. None of them has
+    The stage copies such versions for the next run as soon as it knows the end of this run. None of them has
     been overwritten by then."""
 
     def __init__(self, contents: Mapping[int, Mapping[str, Tensor]] | None = None, newest: int = 0) -> None:
