@@ -1,8 +1,6 @@
-// Measures how many bytes of a tensor one thread encodes and decodes per second, for each codec and size, and
-// for comparison one memcpy of the tensor: the aim is the speed of memory. The numbers are normally
-// distributed, as gradients are. topk is measured with its error feedback: the residual is that of the rounds
-// before. topk cannot be faster than one pass that adds the tensor to the residual, which is measured as
-// "add".
+// Measures how many bytes of a tensor one thread encodes and decodes per second, for each codec and size. For
+// comparison it measures one memcpy of the tensor. The values are normally distributed. topk adds the tensor
+// to the residual of the rounds before. It cannot be faster than this addition, which is measured as "add".
 //
 //   pd_codec_bench --benchmark_enable_random_interleaving=true --benchmark_repetitions=5
 //       --benchmark_report_aggregates_only=true
@@ -25,7 +23,7 @@ constexpr std::size_t kMebibytes[] = {1, 16, 64};
 const char* const kCodecNames[] = {"bf16", "fp16", "int8", "topk:0.01", "topk:0.05", "topk:0.1"};
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
 
-// A tensor, what it is encoded to, and topk's residual.
+// The memory of one measurement: a tensor, its encoded form, and topk's residual.
 class Workspace {
  public:
   Workspace(const Codec& codec, DType dtype, std::size_t tensor_bytes) {
@@ -47,7 +45,7 @@ class Workspace {
     memories_.push_back(device_->allocate(num_bytes, MemoryKind::kDevice));
     return memories_.back()->data();
   }
-  // 16-bit elements are made from float32 by the codec of their type.
+  // Fills the tensor with random values. 16-bit values are made from float32 by the codec of their type.
   void fill() {
     if (work_.dtype == DType::kFloat64) return fill_normal(reinterpret_cast<double*>(work_.values));
     if (work_.dtype == DType::kFloat32) return fill_normal(reinterpret_cast<float*>(work_.values));

@@ -1,18 +1,17 @@
-// Measures how fast tensors go from device to device through a channel between two processes of one host and,
-// in the same run, how fast the machine copies.
+// Measures how fast a channel sends tensors from device to device, between two processes of one host. For
+// comparison it also measures plain copies.
 //
 //   PIPEDREAM_LIBZMQ=<libzmq> pd_device_transport_bench [--sender DEVICE] [--receiver DEVICE] [--rounds N]
 //                             [--seconds S] [--sizes BYTES,...] [--json]
 //
-// DEVICE is cuda:0 unless given. It may be host: then measurements that need a device are left out, and the
-// bench says why. The channel's ways are those of docs/transport.md: CUDA IPC, shared host memory, tcp. The
-// copies are done on one stream, with eight buffers in turn as a channel has: from the device to pinned host
-// memory and back, which is the rate of PCIe if the device is on it, and from device to device (to the
-// receiver's device if that is another one).
+// DEVICE is cuda:0 by default. With `host` the measurements that need a GPU are left out. The channel is
+// measured over each transport of docs/transport.md: CUDA IPC, shared host memory, tcp. The copies run on one
+// stream and use eight buffers in turn, as many as a channel has. They go from the device to pinned host
+// memory, back, and from the sender's to the receiver's device.
 //
-// Each round runs all ways in turn, the first one another each time; ratios are medians over the rounds. The
-// receiver is a process of its own, as CUDA IPC needs; an item has arrived when its bytes are in device
-// memory. The two talk by pipes, a line each:
+// Each round runs all measurements, beginning with another one each time. Ratios are medians over the rounds.
+// An item has arrived when its bytes are in device memory. The receiver is a second process, because CUDA IPC
+// needs two. The processes exchange lines through pipes:
 //
 //   receiver: offer <text>, or offer    sender: place 1 or 0    receiver: endpoints <text>    ...
 //   receiver: arrived <ns>    of every item with kLastOfWindow, by the clock that both share
@@ -140,7 +139,7 @@ class Way {
   Way& operator=(const Way&) = delete;
   virtual ~Way() = default;
 
-  // Moves so many messages. Returns the time at which the last one had arrived, by now_ns().
+  // Moves this many messages. Returns the time, by now_ns(), at which the last message had arrived.
   virtual std::int64_t move(std::int64_t num_messages) = 0;
 };
 
@@ -188,7 +187,7 @@ class ReceiverProcess {
 
 class ChannelWay final : public Way {
  public:
-  // why_not: set to the reason if the two processes cannot use this road.
+  // why_not: is set to the reason if the two processes cannot use this transport.
   ChannelWay(const Settings& settings, Road road, std::size_t num_bytes, std::string& why_not)
       : receiver_(settings.receiver, road, num_bytes), worker_(make_worker(settings.sender, road)) {
     const std::string offer = receiver_.expect("offer");
@@ -232,7 +231,7 @@ class ChannelWay final : public Way {
   TensorView view_;
 };
 
-// Copies on one stream, between one buffer and as many others as a channel has.
+// Copies on one stream between one buffer and, in turn, as many other buffers as a channel has.
 class CopyWay final : public Way {
  public:
   CopyWay(const std::string& from, MemoryKind from_kind, const std::string& to, MemoryKind to_kind,
@@ -303,7 +302,7 @@ std::vector<Contender> contenders(const Settings& settings, std::size_t num_byte
   return all;
 }
 
-// Chooses so many messages that they take settings.seconds, but at least four windows.
+// Chooses the number of messages of one measurement, so that it takes `seconds`; at least four windows.
 void choose_num_messages(Contender& contender, double seconds) {
   const std::int64_t num_messages = 2 * kNumInFlightMax;
   double taken = seconds_of(*contender.way, num_messages);
@@ -320,7 +319,7 @@ double ratio(const Contender& ours, const Contender& other) {
   return median(std::move(ratios));
 }
 
-// The ratio of a channel's way to each copy, as "name: ratio".
+// Returns the channel's rate divided by the rate of each copy, as "name: ratio".
 std::string ratios_of(const Contender& contender, const std::vector<Contender>& all, const char* format) {
   std::string text;
   for (const Contender& other : all) {

@@ -1,17 +1,18 @@
-"""The native out-of-place step against torch's in-place step, at 1M, 10M and 100M parameters.
+"""Compares pipedream's native optimizer steps with torch's steps, at 1M, 10M and 100M parameters.
 
     python bench/micro/optimizer_bench.py [--quick] [--rounds 15] [--threads N] [--json]
 
-torch's step is its fused one; its NAdam has none and takes the foreach step. Both sides run in one process,
-with the same number of threads, and all their tensors are in memory as the pool's (huge pages advised);
-each round runs torch, native and a copy of the same number of bytes, in an order that changes from round to
-round, so that a drift of the machine's speed meets all. The native side alternates between two weight
-slots, as a stage with several versions does; "in place" is the native step of a stage that keeps one. The
-target is a ratio (native / torch, of the minima) of 1.05 or less. The MB are what a step has to move, each
-operand once; GB/s is that over the minimum, beside the copy's, which counts what it reads and writes.
+Each round times four sides in one process, beginning with another side each time:
 
-Plain SGD out of place touches three arrays where in place it touches two, so memory alone makes it slower:
-README.md has the bare loop's figures.
+    native      writes the new weights to a second slot, and changes slots after each step, as a stage with
+                several weight versions does (out of place)
+    in place    the native step of a stage with one version
+    torch       torch's fused step, in place; for NAdam the foreach step
+    copy        a copy that reads and writes as many bytes as the step
+
+All arrays lie in huge pages, as in the core's pool. The target is native / torch <= 1.05, of the least times.
+Prints per side the least and the median time, and GB/s: the bytes of all arrays that the step reads or
+writes, divided by the least time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from pipedream import optim
 
-# Freed memory stays with the process: else fresh pages, not the step, are measured.
+# malloc keeps freed memory. Otherwise the times would include the first writes to fresh pages.
 _MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 
 # torch's NAdam has no fused step.
@@ -55,12 +56,12 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], int, int]] = {
 }
 SIZES = {"1M": 1_000_000, "10M": 10_000_000, "100M": 100_000_000}
 HUGE_PAGE_BYTES = 2 << 20
-# Small steps are repeated until a timing is long beside the clock and a thread's waking.
+# Small steps are repeated, so that one timing takes much longer than reading the clock or waking a thread.
 NUM_ELEMENTS_PER_TIMING = 20_000_000
 
 
 def time_ms(step: Callable[[], object], num_repeats: int) -> float:
-    """Milliseconds per call."""
+    """Returns milliseconds per call."""
     began_ns = time.perf_counter_ns()
     for _ in range(num_repeats):
         step()
@@ -68,9 +69,9 @@ def time_ms(step: Callable[[], object], num_repeats: int) -> float:
 
 
 def in_huge_pages(values: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own, as the pool's."""
+    """Copies the values into memory with huge pages, as the core's pool has it."""
     num_bytes = values.numel() * values.element_size()
-    # Private: shared memory, mmap's default, gets no huge pages.
+    # The memory is private, because shared memory, which is mmap's default, gets no huge pages.
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -80,8 +81,8 @@ def in_huge_pages(values: torch.Tensor) -> torch.Tensor:
 
 
 class Arrays:
-    """The arrays that a step reads and writes. All sides share them, because where memory lies matters more
-    than who steps."""
+    """The arrays that a step reads and writes. All sides use the same arrays, because their place in memory
+    changes the time more than the side does."""
 
     def __init__(self, num_elements: int, num_states: int) -> None:
         self.gradient = in_huge_pages(torch.randn(num_elements) * 1e-3)
@@ -90,7 +91,7 @@ class Arrays:
 
 
 class OfTorch:
-    """torch's fused step in place, in the first slot."""
+    """Makes torch's step in place, in the first slot."""
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer], arrays: Arrays) -> None:
         parameter = arrays.slots[0].detach().requires_grad_()
@@ -108,7 +109,8 @@ class OfTorch:
 
 
 class Native:
-    """A native optimizer's step over slots in turn: between two, to and fro, or in place in one."""
+    """Makes a native optimizer's step. With two slots each step reads the slot that the step before wrote;
+    with one slot it works in place."""
 
     def __init__(
         self, make: Callable[..., optim.NativeOptimizer], arrays: Arrays, slots: list[torch.Tensor]
@@ -125,7 +127,7 @@ class Native:
 
 
 def make_sides(case: str, num_elements: int) -> tuple[dict[str, Callable[[], object]], int]:
-    """The sides, and the bytes that a step moves."""
+    """Returns the sides by name, and the number of bytes that a step reads and writes."""
     native, of_torch, arguments, num_read, num_written = CASES[case]
     arrays = Arrays(num_elements, num_states=num_written - 1)
     num_bytes = (num_read + num_written) * 4 * num_elements

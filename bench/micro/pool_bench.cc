@@ -1,14 +1,14 @@
-// Measures what memory costs a pipeline: the allocations of a 1F1B schedule are replayed with our pool,
-// malloc, mimalloc (where libmimalloc.so.2 is installed) and a best-fit pool with coalescing, which is how
-// caching device allocators work. Nothing is written into the memory, so the time that the first writes to
-// malloc's fresh pages take is not even counted. The counter `pair` is the time of one lease and its release;
-// the target for our pool is 50 ns or less, and less than every other allocator, at every size.
+// Measures the time to take and release memory. It replays the allocations of a 1F1B schedule with our pool,
+// malloc, mimalloc (if libmimalloc.so.2 is installed) and a best-fit pool like those of caching device
+// allocators. Nothing is written into the memory, so first writes to fresh pages of malloc do not count. The
+// counter `pair` is the time of one lease and its release. The target for our pool is at most 50 ns, and less
+// than every other allocator, at every size.
 //
 //   pd_pool_bench --benchmark_enable_random_interleaving=true --benchmark_repetitions=20
 //       --benchmark_min_time=0.05 --benchmark_report_aggregates_only=false
 //
-// Random interleaving spreads the repetitions of all sides over the whole run, so that a ratio compares times
-// of the same run.
+// Random interleaving mixes the repetitions of all allocators, so that a change of the machine's speed
+// affects all.
 #include <benchmark/benchmark.h>
 #include <dlfcn.h>
 
@@ -50,9 +50,9 @@ struct Trace {
   std::int64_t num_pairs = 0;
 };
 
-// A forward leases the slots of the input and the labels, which stay until the backward, and a staging buffer
-// for the output, which is sent while the next item runs. A backward leases the slot of the gradient and its
-// staging buffer.
+// Makes the list of leases and releases of a 1F1B schedule. A forward leases slots for the input and the
+// labels, which the backward releases, and a staging buffer for the output, which is sent while the next item
+// runs. A backward leases a slot for the gradient, and a staging buffer.
 class TraceMaker {
  public:
   Trace make() {
@@ -112,7 +112,7 @@ Sizes sizes_of(std::size_t activation_bytes) {
   return {activation_bytes, activation_bytes, activation_bytes, activation_bytes / 64};
 }
 
-// ---- The sides: lease(buffer) gives a Held, whose release gives it back ----
+// ---- The allocators: lease(buffer) returns a Held; release() of it gives the memory back ----
 
 class PoolSide {
  public:
@@ -179,8 +179,8 @@ class MimallocSide {
   void (*const free_)(void* data) = functions().free;
 };
 
-// One arena, cut into blocks; the smallest free block that is large enough is cut, and free neighbours are
-// joined. Thread-safe, as the others are.
+// A best-fit allocator. It cuts the smallest free block that is large enough, and joins free neighbours.
+// Thread-safe.
 class BestFitSide {
  public:
   struct Block {

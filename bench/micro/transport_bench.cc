@@ -1,19 +1,17 @@
-// Measures how fast tensors move between two workers and, in the same run, what the machine can do: our
-// channel over ZeroMQ and over shared memory, bare ZeroMQ with the same receive copy, raw TCP, a ring in
-// memory, one memcpy.
+// Measures how fast messages go from one worker to another: by our channel over ZeroMQ and over shared
+// memory, and for comparison by bare ZeroMQ, raw TCP, a ring in memory, and one memcpy.
 //
 //   PIPEDREAM_LIBZMQ=<libzmq> pd_transport_bench [--rounds N] [--seconds S] [--sizes BYTES,...] [--json]
 //                             [--only WAY,...] [--sender-netns NAME --receiver-netns NAME --address IP]
 //
-// Every way ends with the bytes in buffers of the receiver's own, eight in turn. Each round runs all of them
-// in turn, the first one another each time, so that a drift of the machine's speed meets all; ratios are of
-// the rounds' medians. With --*-netns the two sides live in two network namespaces (bench/system/transport.py
-// makes some with shaped links): then only what goes over the wire is measured. At the smallest size one
-// message is under way at a time and its latency, from the call that sends to the receiver's thread having
-// it, is measured too.
+// All ways put the bytes into eight buffers of the receiver in turn. Each round runs all ways, beginning with
+// another one each time, so that a change of the machine's speed affects all. Ratios are medians over the
+// rounds. For the smallest size the latency of single messages is measured, too: from the sender's call until
+// the receiver's thread has the message.
 //
-// Both sides are threads of one process, so that one clock times both. The bench starts itself again with
-// settings that make malloc keep its memory, because otherwise the cost of fresh pages would be measured.
+// With --*-netns sender and receiver are in two network namespaces (bench/system/transport.py makes them),
+// and ways within one host are left out. Both are threads of one process. The program starts itself again
+// with settings that make malloc keep freed memory, because otherwise fresh pages would change the times.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -68,7 +66,8 @@ void must(bool succeeded, const std::string& what) {
   if (!succeeded) throw std::runtime_error(what + ": " + std::strerror(errno));
 }
 
-// Sockets that this thread makes from now on, and threads that it starts, belong to the namespace.
+// Moves this thread into the namespace. Sockets and threads that it makes from now on belong to the
+// namespace.
 void enter_netns(const std::string& name) {
   if (name.empty()) return;
   const int fd = ::open(("/run/netns/" + name).c_str(), O_RDONLY | O_CLOEXEC);
@@ -93,7 +92,7 @@ auto in_netns(const std::string& name, Function function) {
   return result;
 }
 
-// How many messages have arrived, and when the last did.
+// Counts the messages that have arrived, and keeps the time of the last one.
 class Arrivals {
  public:
   void add_one() {
@@ -137,7 +136,7 @@ class Buffer {
   std::unique_ptr<std::byte, Free> bytes_;
 };
 
-// Where messages land: as many buffers in turn as may be under way, as the slots of a channel are.
+// The receiver's buffers, used in turn. There are as many as messages may be on their way at once.
 class Landing {
  public:
   explicit Landing(std::size_t num_bytes) {
@@ -159,9 +158,9 @@ class Way {
   Way& operator=(const Way&) = delete;
   virtual ~Way() = default;
 
-  // Returns when the message may be sent, not when it has arrived; kNumInFlightMax are under way at most.
+  // Sends a message. Waits only while kNumInFlightMax messages are on their way, not until this one arrives.
   virtual void send() = 0;
-  // Waits for all messages that were sent. Returns the time at which the last one arrived, by now_ns().
+  // Waits until all messages have arrived. Returns the time, by now_ns(), at which the last message arrived.
   virtual std::int64_t finish() = 0;
 };
 
@@ -542,7 +541,7 @@ std::vector<Contender> contenders(const Settings& settings, std::size_t num_byte
   return all;
 }
 
-// Chooses so many messages that they take settings.seconds, but at least four windows.
+// Chooses the number of messages of one measurement, so that it takes `seconds`; at least four windows.
 void choose_num_messages(Contender& contender, double seconds) {
   std::int64_t num_messages = 2 * kNumInFlightMax;
   double taken = time_messages(*contender.way, num_messages);

@@ -1,4 +1,5 @@
-"""The sweep's findings: the best rate of each setting, minibatches to a loss, and paired differences."""
+"""Evaluates the sweep's results: finds the best learning rate of each setting, counts the minibatches until a
+loss is reached, and compares settings with `flush`, seed by seed."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ _NUM_SMOOTHED = 12  # points
 
 @dataclass(frozen=True)
 class Finding:
-    """One setting over all its rates."""
+    """The outcomes of one setting at all learning rates that were tried."""
 
     trial: Trial
-    """With the rate of the best mean held-out loss."""
+    """The trial at the rate with the least mean held-out loss."""
     best: Outcome
     is_best_at_edge: bool
-    """The sweep was cut short: a rate outside may be better."""
+    """The best rate is the lowest or highest that was tried, so a rate beyond it may be better."""
     by_rate: dict[float, Outcome]
 
     @property
@@ -42,7 +43,8 @@ class Finding:
         return self.best.mean(make_task(self.trial.task))
 
     def minibatches_to(self, loss: float) -> float:
-        """Until the smooth training loss is this low, at the best of all rates at which no run failed."""
+        """Returns the number of minibatches until the smooth training loss is this low: the least over all
+        rates at which no run failed."""
         task = make_task(self.trial.task)
         sound = [outcome for outcome in self.by_rate.values() if outcome.num_failed(task) == 0]
         return min((minibatches_to(smooth(outcome.losses), loss) for outcome in sound), default=math.inf)
@@ -50,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Paired:
-    """Held-out losses over those of flush, seed by seed at one rate."""
+    """By seed, the difference between a setting's held-out loss and that of `flush` at the same rate."""
 
     rate: float
     differences: tuple[float, ...]
@@ -65,7 +67,7 @@ class Paired:
 
 
 def find(results: Results, task_name: str, optimizer: str, setting: Setting) -> Finding | None:
-    """None: there are no trials of it."""
+    """Returns None if the results have no trials of this setting."""
     task = make_task(task_name)
     seeds = DEEP_SEEDS if isinstance(task, DeepCharacters) else SEEDS
     trial = Trial(task_name, optimizer, setting, 0.0, seeds, task.num_minibatches)
@@ -78,7 +80,7 @@ def find(results: Results, task_name: str, optimizer: str, setting: Setting) -> 
 
 
 def find_long(results: Results, optimizer: str, setting: Setting) -> Finding | None:
-    """The longer run of the characters, at the best rate of the shorter ones."""
+    """Returns the longer run of the task "characters", at the rate that was best in the shorter runs."""
     found = find(results, "characters", optimizer, setting)
     if found is None:
         return None
@@ -90,29 +92,32 @@ def find_long(results: Results, optimizer: str, setting: Setting) -> Finding | N
 
 
 def target_loss(plain: Finding, share: float) -> float:
-    """The smooth training loss of plain training, at its best rate, after this share of the run."""
+    """Returns the smooth training loss that plain training has at its best rate after this share of its
+    run."""
     return smooth(plain.best.losses)[round(len(plain.best.losses) * share) - _NUM_SMOOTHED]
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """Each the mean of the last points of the losses up to it; the first points have none."""
+    """Returns means over _NUM_SMOOTHED neighbouring points. The first mean ends at the point with that
+    number."""
     ends = range(_NUM_SMOOTHED, len(losses) + 1)
     return [sum(losses[end - _NUM_SMOOTHED : end]) / _NUM_SMOOTHED for end in ends]
 
 
 def minibatches_of(smooth_losses: Sequence[float]) -> list[int]:
-    """The minibatches after which the smooth loss is each of these."""
+    """Returns for each smooth loss after how many minibatches it is reached."""
     return [(index + _NUM_SMOOTHED) * MINIBATCHES_PER_POINT for index in range(len(smooth_losses))]
 
 
 def minibatches_to(smooth_losses: Sequence[float], loss: float) -> float:
-    """Infinite if the loss never is as low."""
+    """Returns the number of minibatches until the smooth loss is at most `loss`; infinity if it never is."""
     reached = zip(minibatches_of(smooth_losses), smooth_losses, strict=True)
     return next((count for count, value in reached if value <= loss), math.inf)
 
 
 def paired(results: Results, optimizer: str, setting: Setting) -> Paired | None:
-    """Over the fresh seeds, at flush's own best rate. None: it has not been trained."""
+    """Compares the setting with `flush` over FRESH_SEEDS, at the best rate of `flush`. Returns None if the
+    results lack one of the two."""
     plain = find(results, "characters", optimizer, FLUSH)
     if plain is None:
         return None

@@ -1,6 +1,8 @@
-"""The study's optimizers on a stack of runs: one row of parameters per run, each with its own learning rate.
+"""Defines optimizers that update many runs at once. Each run is a row of parameters and has its own learning
+rate.
 
-Each does the arithmetic of a real optimizer (REAL), with which the study compares it before it trains.
+An optimizer here (STACKED) computes what the optimizer of the same name in REAL computes. Before the study
+trains, it checks that the two agree.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ REAL: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 Span = tuple[str, int, torch.Size]
-"""A parameter: its name, its first column in the rows, and its shape."""
+"""A parameter: (name, the index of its first column in the rows, shape)."""
 
 
 class Optimizer(abc.ABC):
@@ -37,7 +39,7 @@ class Optimizer(abc.ABC):
         self._num_steps = 0
 
     def step(self, weights: Tensor, gradients: Tensor) -> Tensor:
-        """The weights after one update, both (runs, parameters)."""
+        """Returns the weights after one update. weights, gradients: (runs, parameters)."""
         self._num_steps += 1
         return self._next(weights, gradients)
 
@@ -104,7 +106,7 @@ class _NAdamW(_AdamW):
 
 
 class _Muon(Optimizer):
-    """Muon for hidden matrices, as torch.optim.Muon has it, and NAdamW for all other parameters."""
+    """Uses Muon, as torch.optim.Muon defines it, for hidden matrices, and NAdamW for all other parameters."""
 
     _WEIGHT_DECAY = 0.1
     _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -138,7 +140,8 @@ class _Muon(Optimizer):
         return following
 
     def _orthogonal(self, matrices: Tensor) -> Tensor:
-        """By Newton-Schulz iterations, of (..., rows, columns); torch does them in bfloat16."""
+        """Orthogonalises matrices (..., rows, columns) by Newton-Schulz iterations, in bfloat16 as torch
+        does."""
         a, b, c = self._COEFFICIENTS
         x = matrices.bfloat16().flatten(0, -3)
         is_tall = x.shape[-2] > x.shape[-1]
@@ -151,7 +154,7 @@ class _Muon(Optimizer):
 
 
 def _hidden_matrices(spans: list[Span]) -> list[str]:
-    """Names of those that the real one gives to Muon."""
+    """Returns the names of the parameters that pipedream.optim.Muon updates by Muon."""
     named = [(name, torch.nn.Parameter(torch.empty(shape))) for name, _, shape in spans]
     name_of = {id(parameter): name for name, parameter in named}
     groups = pipedream.optim.Muon(named).param_groups

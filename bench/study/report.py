@@ -1,4 +1,4 @@
-"""The study's tables, between the markers of the document, and its figure of learning rates."""
+"""Writes the study's tables between the markers of the document, and draws its figure of learning rates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write(results: Results, document: Path, images: Path) -> None:
 
 
 def replace(text: str, name: str, table: str) -> str:
-    """Between `<!-- begin: name -->` and `<!-- end: name -->`."""
+    """Returns the text with the table between `<!-- begin: name -->` and `<!-- end: name -->`."""
     begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->"
     if begin not in text or end not in text:
         raise SystemExit(f"the document has no line '{begin.strip()}' followed by '{end}'")
@@ -54,7 +54,8 @@ def replace(text: str, name: str, table: str) -> str:
 
 
 def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int = 1) -> str:
-    """Rows of which nothing was run, behind the cells that name them, are left out."""
+    """Returns a Markdown table without the rows of which nothing was run. The first num_keys cells of a row
+    name it."""
     known = [row for row in rows if set(row[num_keys:]) != {_NOT_RUN}]
     if not known:
         return "Not run yet.\n"
@@ -76,12 +77,13 @@ def use_plain_svg() -> None:
 
 def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the date: the same results give the same file.
+    # The file has no date, so that the same results give the same file.
     figure.savefig(path, metadata={"Date": None})
 
 
 def _losses_table(results: Results, task: str, optimizers: Sequence[str], rows: Sequence[Setting]) -> str:
-    """Held-out loss at the best rate, and minibatches over plain training's."""
+    """Returns a table of the held-out losses at the best rate, and of the minibatches that a schedule needs,
+    divided by those of plain training."""
     cells = [
         [label(setting), *(_loss_cell(results, task, optimizer, setting) for optimizer in optimizers)]
         for setting in rows
@@ -98,14 +100,15 @@ def _loss_cell(results: Results, task: str, optimizer: str, setting: Setting) ->
 
 
 def _ratio(found: findings.Finding, plain: findings.Finding, share: float) -> str:
-    """Minibatches over plain training's, until the loss that it has after this share of its run."""
+    """Divides the minibatches that `found` needs by those that plain training needs, until the loss that
+    plain training has after this share of its run."""
     target = findings.target_loss(plain, share)
     ratio = found.minibatches_to(target) / plain.minibatches_to(target)
     return "never" if math.isinf(ratio) else f"{ratio:.2f}"
 
 
 def _compared_with(optimizer: str) -> str:
-    """Whose plain training: AdamW's also for NAdamW, so that the two can be compared."""
+    """Returns the optimizer of the plain training to compare with. NAdamW is compared with AdamW."""
     return "AdamW" if optimizer.startswith("NAdamW") else optimizer
 
 

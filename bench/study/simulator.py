@@ -1,17 +1,16 @@
-"""Trains many runs of one setting at once, each with the exact weight versions that a pipeline would read.
+"""Trains many runs at once in one process. Each run reads the weight versions that a pipeline would read.
 
-The pipeline is straight and its stages are equal, so stage s of S has S - s microbatches in flight. The runs
-of a stack differ in their seeds and learning rates alone: their parameters are the rows of one tensor, and
-every operation computes all of them, since the operations of one small run are mostly dispatch. Microbatches
-that read one version at a stage are computed together there, which changes rounding alone; batch norm still
-sees each microbatch by itself.
+The runs differ only in their seeds and learning rates. The parameters of a run are a row of one tensor, so
+one operation of torch computes all runs. Microbatches that read the same version at a stage are computed
+together; batch norm still sees each microbatch by itself. The pipeline is straight and its stages are equal,
+so stage s of S has S - s microbatches in flight.
 
-    a minibatch   1. forward, stage by stage, each group of microbatches at the version that it reads
-                  2. unstashed only: what was read gets the content of the newest version, in place
-                  3. backward of everything; gradients add up over the versions
+    a minibatch   1. forward, stage by stage; each group of microbatches reads its own weight version
+                  2. for the schedule unstashed: overwrites the versions that were read by the newest one
+                  3. backward of all stages; the gradients of all versions are added
                   4. one update of all stages
 
-`pipedream.reference` is the judge: tests/python/test_study.py compares losses and weights with it.
+tests/python/test_study.py compares losses and weights with pipedream.reference.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Setting:
     microbatches: int
 
     def version_read(self, stage: int, minibatch: int, microbatch: int) -> int:
-        """By the forward of this microbatch, as docs/schedules.md has it."""
+        """Returns the version that this microbatch's forward reads, by the formulas of docs/schedules.md."""
         if self.schedule == "flush":
             return minibatch
         if self.schedule == "2bw":
@@ -55,7 +54,7 @@ class Setting:
         return max(0, (number - in_flight + 1) // self.microbatches)
 
     def groups(self, stage: int, minibatch: int) -> list[tuple[int, int]]:
-        """(version, number of microbatches that read it), in the order of the microbatches."""
+        """Returns pairs (version, number of microbatches that read it), in the order of the microbatches."""
         read = (self.version_read(stage, minibatch, q) for q in range(self.microbatches))
         return [(version, len(list(same))) for version, same in itertools.groupby(read)]
 
@@ -65,7 +64,7 @@ class Setting:
 
 @dataclass
 class _Leaf:
-    """A parameter at the version that some microbatches read, of all runs."""
+    """One parameter of all runs, at the version that some microbatches read."""
 
     name: str
     version: int
@@ -73,7 +72,7 @@ class _Leaf:
 
 
 class Stack:
-    """The runs of one setting, from models that differ in their values alone."""
+    """Trains the runs of one setting. Their models differ only in the initial values."""
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class Stack:
         self._num_done = 0
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """One minibatch of each run, (runs, samples, ...). Returns the losses."""
+        """Trains each run on one minibatch, and returns the losses. inputs, targets: (runs, samples, ...)."""
         minibatch = self._num_done
         leaves: list[_Leaf] = []
         value = inputs
@@ -120,7 +119,7 @@ class Stack:
         if self._setting.schedule == "unstashed":
             for leaf in leaves:
                 if leaf.version != minibatch:
-                    # .data: autograd must not see that what it saved has changed.
+                    # Written through .data, because autograd would refuse a change of tensors that it saved.
                     leaf.tensor.data.copy_(self._part(leaf.name, minibatch))
         losses.sum().backward()  # type: ignore[no-untyped-call]
         gradients = torch.zeros_like(self._versions[minibatch])
@@ -135,14 +134,14 @@ class Stack:
         return losses.detach()
 
     def weights(self, run: int) -> dict[str, Tensor]:
-        """The newest of one run, and its running statistics."""
+        """Returns the newest weights of one run, and its running statistics."""
         row = self._versions[self._num_done][run]
         values = {n: row[first : first + shape.numel()].view(shape) for n, first, shape in self._spans}
         return values | {name: value[run] for name, value in self._norms.statistics.items()}
 
     @torch.no_grad()
     def evaluate(self, judge: Callable[[nn.Module], float]) -> list[float]:
-        """judge(model) of each run's model."""
+        """Returns judge(model) for the model of each run."""
         found = []
         for run in range(self._num_runs):
             self._model.load_state_dict(self.weights(run), strict=False)
@@ -151,18 +150,19 @@ class Stack:
         return found
 
     def _leaves(self, version: int, layers: nn.Sequential, leaves: list[_Leaf]) -> dict[str, Tensor]:
-        """Parameters of these layers at a version; what is made is noted."""
+        """Returns these layers' parameters at a version, by name, and adds them to `leaves`."""
         named = {}
         for name, _ in layers.named_parameters():
             part = self._part(name, version)
-            # A leaf that is overwritten is contiguous, so that no operation keeps a copy of it instead.
+            # This leaf is overwritten before the backward. It is contiguous, because otherwise an operation
+            # could save a contiguous copy for its backward, which would not be overwritten.
             leaf = part.clone() if self._setting.schedule == "unstashed" else part
             named[name] = leaf.requires_grad_()
             leaves.append(_Leaf(name, version, leaf))
         return named
 
     def _part(self, name: str, version: int) -> Tensor:
-        """One parameter of all runs, at a version."""
+        """Returns one parameter of all runs, at a version."""
         first, shape = self._places[name]
         return self._versions[version][:, first : first + shape.numel()].unflatten(1, shape).detach()
 
@@ -188,9 +188,8 @@ def difference_from_reference(
     optimizer: str,
     rate: float = 0.01,
 ) -> float:
-    """The largest one of any loss, weight and running statistic after these minibatches, in float64.
-
-    The model itself is trained, too.
+    """Trains these minibatches in float64, once here and once by pipedream.reference. Returns the largest
+    difference of a loss, a weight or a running statistic. The reference trains `model` itself.
     """
     model.double().train()
     exact = [(x.double() if x.is_floating_point() else x, y) for x, y in batches]
@@ -212,7 +211,8 @@ def difference_from_reference(
 
 
 class _Norms:
-    """Batch norms of a stack: running statistics step once per minibatch, by all of its microbatches."""
+    """Updates the running statistics of a stack's batch norms, once per minibatch, with all its
+    microbatches."""
 
     def __init__(self, model: nn.Module, num_runs: int) -> None:
         self._named = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
@@ -229,7 +229,7 @@ class _Norms:
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """Around the forward of a minibatch."""
+        """A context for the forward of a minibatch. At its end the running statistics are updated."""
         hooks = [norm.register_forward_pre_hook(self._keep) for norm in self._named.values()]
         for norm in self._named.values():
             norm.track_running_stats = False
@@ -245,7 +245,8 @@ class _Norms:
         self._taken.append(inputs[0].detach())
 
     def take(self) -> list[Tensor]:
-        """Inputs of the norms that were called since the last time, in their order."""
+        """Returns the inputs of the norms that were called since the last take(), in the order of the
+        calls."""
         taken, self._taken = self._taken, []
         return taken
 

@@ -1,12 +1,14 @@
-"""How far each schedule trains in the same number of minibatches: docs/statistical_efficiency.md's table.
+"""Measures the loss that each schedule reaches in the same number of minibatches, and writes the tables of
+docs/statistical_efficiency.md.
 
     nice python bench/study/statistical_efficiency.py             # everything, some hours on one core
-    nice python bench/study/statistical_efficiency.py --go-on     # what the kept results lack
-    python bench/study/statistical_efficiency.py --report         # tables and figures from the kept results
+    nice python bench/study/statistical_efficiency.py --go-on     # only the runs that the kept results lack
+    python bench/study/statistical_efficiency.py --report         # only tables and figures
 
-Nothing here is a timing (time_to_loss.py has those): every run reads the exact weight versions that its
-schedule reads in a pipeline, in one process. First the command compares its simulator with
-pipedream.reference. An interrupted sweep goes on where it was; delete its log after a change of the tasks.
+All runs are in one process, and read the weight versions that they would read in a pipeline. Nothing is
+timed; time_to_loss.py does that. First the command compares its simulator with pipedream.reference. If a
+sweep was interrupted, the next call continues it from its log. Delete the log (--log) after a change of the
+tasks.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ KEPT = _ROOT / "bench" / "results" / "statistical_efficiency.json"
 
 
 def check() -> None:
-    """The simulator gives the losses and weights of the reference, for every setting, optimizers in turn."""
+    """Checks that the simulator gives the losses and weights of pipedream.reference, for every setting. Each
+    setting is checked with one of the optimizers."""
     cases = [("characters", setting) for setting in settings(8) + settings(4)]
     cases += [("digits", setting) for setting in digits_settings()]
     for index, (name, setting) in enumerate(cases):
@@ -37,7 +40,7 @@ def check() -> None:
         batches = task.batches(seed=1, num_minibatches=num_minibatches)
         model = task.make_model(seed=1)
         difference = difference_from_reference(model, batches, task.loss, setting, optimizer)
-        # Muon orthogonalises in bfloat16, whose rounding depends on the order of a product's sums.
+        # Muon computes matrix products in bfloat16. Their rounding depends on the order of the additions.
         if difference > (1e-4 if optimizer == "Muon" else 1e-7):
             raise SystemExit(f"{name}, {setting}, {optimizer}: off by {difference} from the reference")
     print(f"the simulator equals pipedream.reference in {len(cases)} cases", file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
-"""The sweep: which runs the study makes, in which order, and what came of each, kept to go on later.
+"""Makes the study's runs, and keeps their outcomes in a log, from which an interrupted sweep continues.
 
-A trial is one setting at one learning rate, once per seed. Rates are a factor of 2 apart; where the best is
-the first or the last of them, the sweep goes on in that direction.
+A trial is one setting at one learning rate, run once per seed. Neighbouring rates differ by a factor of 2. If
+the best rate is the lowest or the highest that was tried, the sweep also tries the next one in that
+direction.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SEEDS = (1, 2, 3)
 DEEP_SEEDS = (1, 2)
 FRESH_SEEDS = (101, 102, 103, 104, 105, 106, 107, 108)
 MINIBATCHES_PER_POINT = 5
-"""The losses of so many minibatches are kept as their mean."""
+"""Losses are kept as means over this many minibatches."""
 TIMES_AS_LONG = 3
 _FACTORS = (0.5, 1.0, 2.0)
 
@@ -45,7 +46,8 @@ _START_RATES = {
     ("characters, 32 layers", "AdamW"): 0.002,
 }
 
-# The characters see no difference between microbatches, so these two stand for every depth and m.
+# The task "characters" trains alike with any number of stages and microbatches under these two schedules. So
+# one setting of each is enough.
 FLUSH, TWO_BW = Setting("flush", 1, 1), Setting("2bw", 1, 1)
 LONG_WITH_ALL = FLUSH, Setting("pipedream", 8, 8), Setting("pipedream", 8, 16)
 
@@ -63,12 +65,13 @@ class Trial:
 @dataclass(frozen=True)
 class Outcome:
     held_out: tuple[float | None, ...]
-    """By seed; None: the loss stopped being finite."""
+    """The held-out loss by seed. None: the loss stopped being finite."""
     losses: tuple[float, ...]
-    """Training loss, mean over the seeds, of MINIBATCHES_PER_POINT minibatches each, while finite."""
+    """Training losses: means over the seeds and MINIBATCHES_PER_POINT minibatches, as long as they are
+    finite."""
 
     def mean(self, task: Task) -> float:
-        """Held out; a run that failed counts as guessing."""
+        """Returns the mean held-out loss. A run that failed counts with the loss of guessing."""
         values = [task.chance if v is None else min(v, task.chance) for v in self.held_out]
         return sum(values) / len(values)
 
@@ -84,7 +87,8 @@ def make_task(name: str) -> Task:
 
 
 class Results:
-    """Outcomes by trial. With a log, a file with a line of JSON per trial, an interrupted sweep can go on."""
+    """Outcomes by trial. The log is a file with a line of JSON per trial, so that an interrupted sweep can
+    continue."""
 
     def __init__(self, log: Path | None = None, known: Results | None = None) -> None:
         self._log = log
@@ -99,7 +103,8 @@ class Results:
         return self._outcomes[trial]
 
     def rates(self, trial: Trial) -> dict[float, Outcome]:
-        """The outcomes of all trials that differ from this one in their rate alone, in order of the rates."""
+        """Returns the outcomes of all trials that differ from this trial only in their rate, in order of the
+        rates."""
         found = {
             each.rate: outcome
             for each, outcome in self._outcomes.items()
@@ -115,7 +120,7 @@ class Results:
                 file.write(json.dumps(_fields(trial, outcome)) + "\n")
 
     def save(self, path: Path) -> None:
-        """One JSON object with one line per trial."""
+        """Writes a JSON object with one line per trial."""
         head = {
             "format": _FORMAT,
             "python": platform.python_version(),
@@ -128,7 +133,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Reads a file that save has written."""
+        """Reads a file that save() wrote."""
         document = json.loads(path.read_text())
         if document["format"] != _FORMAT:
             raise SystemExit(f"{path} has format {document['format']!r}, not {_FORMAT!r}")
@@ -156,7 +161,7 @@ class Sweep:
         self.results = results
 
     def everything(self) -> None:
-        """The most telling first."""
+        """Makes all trials of the study, the most important first."""
         self._characters(8, OPTIMIZERS)
         self.acceptance()
         for optimizer in ACCEPTED_WITH:
@@ -185,7 +190,8 @@ class Sweep:
     def rates(
         self, task_name: str, optimizer: str, setting: Setting, seeds: tuple[int, ...] = SEEDS
     ) -> Trial:
-        """Every rate that is needed to know the best one; returns the best trial."""
+        """Tries rates until the best is neither the lowest nor the highest of them. Returns the best
+        trial."""
         task = make_task(task_name)
         start = _START_RATES[task_name, optimizer]
         trial = Trial(task_name, optimizer, setting, start, seeds, task.num_minibatches)
@@ -202,25 +208,26 @@ class Sweep:
                 return dataclasses.replace(trial, rate=best)
 
     def acceptance(self) -> None:
-        """Paired with flush over fresh seeds, at flush's own best rate."""
+        """Trains `pipedream` and `flush` with FRESH_SEEDS, both at the best rate of `flush`."""
         for optimizer in ACCEPTED_WITH:
             best = self.rates("characters", optimizer, FLUSH)
             for setting in (FLUSH, Setting("pipedream", 8, 8), Setting("pipedream", 8, 16)):
                 self._make([dataclasses.replace(best, setting=setting, seeds=FRESH_SEEDS)])
 
     def deep(self, depth: int) -> None:
-        """Rates are swept for flush alone; the others have its best one, as these runs are long."""
+        """Searches the best rate for `flush` only, because these runs are long. The other settings use this
+        rate."""
         best = self.rates(f"characters, {depth} layers", "AdamW", FLUSH, DEEP_SEEDS)
         for setting in deep_settings(depth):
             self._make([dataclasses.replace(best, setting=setting)])
 
     def long(self, optimizer: str, setting: Setting) -> None:
-        """Three times as long, at the best rate."""
+        """Trains TIMES_AS_LONG as many minibatches, at the best rate."""
         best = self.rates("characters", optimizer, setting)
         self._make([dataclasses.replace(best, num_minibatches=TIMES_AS_LONG * best.num_minibatches)])
 
     def _make(self, trials: Sequence[Trial]) -> None:
-        """All that differ in their rate alone at once."""
+        """Makes trials that differ only in their rate, at the same time."""
         missing = [trial for trial in trials if trial not in self.results]
         if not missing:
             return
@@ -235,14 +242,15 @@ class Sweep:
 
 
 def settings(num_stages: int) -> list[Setting]:
-    """The settings that train the characters."""
+    """Returns the settings with which the task "characters" is trained."""
     cut = [num_stages, 2 * num_stages, num_stages // 2]
     chosen = [Setting(name, num_stages, m) for m in cut for name in ("pipedream", "unstashed")]
     return [FLUSH, *(s for s in chosen if s.microbatches > 1), TWO_BW, Setting("pipedream", num_stages, 1)]
 
 
 def digits_settings() -> list[Setting]:
-    """With the flush that has the same microbatches, as batch norm sees each of them by itself."""
+    """Returns the settings with which the task "digits" is trained. `flush` is there with each number of
+    microbatches, because batch norm sees each microbatch by itself."""
     return [
         *(Setting(name, 8, m) for m in (8, 16) for name in ("flush", "pipedream", "unstashed")),
         Setting("2bw", 8, 8),
@@ -261,7 +269,7 @@ def deep_settings(depth: int) -> list[Setting]:
 
 
 def train(trials: Sequence[Trial]) -> list[Outcome]:
-    """Trials that differ in their rate alone."""
+    """Trains trials that differ only in their rate. Returns their outcomes in the same order."""
     first = trials[0]
     task = make_task(first.task)
     seeds = [seed for trial in trials for seed in trial.seeds]

@@ -1,7 +1,7 @@
-"""The study's tasks: two small models of eight layers, their data, and how a trained one is judged.
+"""Defines the study's tasks: a small model, its data, and a held-out loss that judges the trained model.
 
-A task makes everything from a seed, so that runs which differ only in their schedule start alike and see the
-same minibatches in the same order.
+A task makes model and data from a seed. So runs with different schedules start from the same weights and see
+the same minibatches in the same order.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Task(abc.ABC):
 
     name: str
     chance: float
-    """The held-out loss of guessing."""
+    """The held-out loss of a model that guesses."""
     num_minibatches: int
-    """Minibatches of a run that does not say otherwise."""
+    """Number of minibatches of a run, unless the run says otherwise."""
 
     @abc.abstractmethod
     def make_model(self, seed: int) -> nn.Sequential: ...
@@ -100,7 +100,7 @@ class Digits(Task):
 
 
 class Characters(Task):
-    """A small GPT-like model of the characters of the Python standard library's source."""
+    """A small GPT-like model that predicts the next character of the Python standard library's source."""
 
     name, chance = "characters", math.log(len(string.printable))
     num_minibatches = 240
@@ -141,7 +141,7 @@ class Characters(Task):
 
 
 class DeepCharacters(Characters):
-    """The same with more blocks and four times the samples, so that a minibatch gives more microbatches."""
+    """The task of Characters with more blocks and with minibatches of 64 samples instead of 16."""
 
     _BATCH_SIZE = 64
 
@@ -152,7 +152,7 @@ class DeepCharacters(Characters):
 
 
 class _Embed(nn.Module):
-    """Characters (batch, context) to vectors (batch, context, width) that know their position."""
+    """Embeds characters and their positions: (batch, context) -> (batch, context, width)."""
 
     def __init__(self, context: int, width: int) -> None:
         super().__init__()
@@ -165,7 +165,8 @@ class _Embed(nn.Module):
 
 
 class _Block(nn.Module):
-    """Causal self-attention, then an MLP, each on normalised input and added to what comes in."""
+    """A block of GPT-2: causal self-attention and an MLP, each with a norm before it and a residual
+    connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -177,7 +178,8 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3 * self._heads, -1)).transpose(1, 2)
         query, key, value = heads.chunk(3, dim=1)
-        # By hand: torch's fused attention has no rule for a stack of models.
+        # The attention is written out, because torch's fused attention cannot compute a stack of models
+        # (vmap).
         scores = (query / math.sqrt(query.shape[-1])) @ key.mT
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         attended = scores.masked_fill(future, -torch.inf).softmax(-1) @ value
@@ -187,8 +189,8 @@ class _Block(nn.Module):
 
 
 def _source_text(length: int) -> Tensor:
-    """The start of the standard library's modules, in order of their names, as positions in
-    string.printable; any other character becomes "?"."""
+    """Returns the source of the standard library's modules, in order of their names, cut at `length`. Each
+    character is its position in string.printable, or that of "?" if it is not in it."""
     code = {character: position for position, character in enumerate(string.printable)}
     codes: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):

@@ -1,15 +1,16 @@
-"""How long each schedule takes to a loss: docs/statistical_efficiency.md's second table and its picture.
+"""Measures how many seconds each schedule needs until a loss is reached.
 
     sudo .venv/bin/python bench/study/time_to_loss.py [--rounds 3]
     python bench/study/time_to_loss.py --report
 
-Milliseconds per minibatch are measured, of `pipedream.run` and of torch's Schedule1F1B over gloo, on the
-study's character model with AdamW; the minibatches until the loss are those of the study, which has to be run
-first (statistical_efficiency.py). Both sides train the same batches, so torch's losses are flush's.
+Writes a table and the picture of docs/statistical_efficiency.md. The milliseconds per minibatch are measured
+here, of `pipedream.run` and of torch's Schedule1F1B over gloo, with the study's character model and AdamW.
+The number of minibatches until the loss comes from the results of statistical_efficiency.py, which must be
+run before. Torch's 1F1B has the losses of `flush`.
 
-Each worker is a host of its own: a network namespace whose link is shaped in both directions. So that workers
-do not compete for the cores of one machine, layers are paced: beside its real computation a layer waits until
-the time is over that a device of a stated speed would take for its samples.
+Each worker is a host of its own: a network namespace whose link is shaped in both directions. All workers
+share the cores of one machine, so each layer is paced: it sleeps after its computation until as much time has
+passed as an imagined device would take.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ _STUDY = _ROOT / "bench" / "results" / "statistical_efficiency.json"
 
 _OPTIMIZER = functools.partial(torch.optim.AdamW, lr=0.004)
 _FORWARD_S, _BACKWARD_S = 0.256, 0.512
-"""Times of the whole model for a minibatch, on one device that the pacing stands for."""
+"""Seconds that one imagined device takes for a minibatch of the whole model."""
 _NUM_WARM_UP, _NUM_MEASURED = 6, 12  # minibatches
 _CASES = ((4, "100Mbit/s"), (4, "10Mbit/s"), (2, "10Mbit/s"))
-"""Workers, and the bandwidth of each one's link in each direction."""
+"""(number of workers, bandwidth of each worker's link in each direction)."""
 Side = tuple[str, int]
-"""A schedule, or "torch 1F1B", and the microbatches of a minibatch."""
+"""(schedule or "torch 1F1B", number of microbatches)."""
 
 
 def sides(num_workers: int) -> list[Side]:
@@ -72,10 +73,10 @@ def sides(num_workers: int) -> list[Side]:
 
 
 class Pace:
-    """One layer's share of a device's time."""
+    """Makes a layer take at least as long as on the imagined device."""
 
     def __init__(self, share: float) -> None:
-        """share: of the whole model's time, for one sample."""
+        """share: the layer's time for one sample, divided by the whole model's time for a minibatch."""
         self._share = share
         self._began_s = 0.0
 
@@ -89,9 +90,11 @@ class Pace:
 
 
 class _Paced(torch.autograd.Function):
-    """Notes when a layer's pass begins, or waits until it is to end; backward the other of the two.
+    """Stands before and behind a layer, and paces it. `at` says where it stands.
 
-    One encloses a layer on each side. Where its inputs have no gradient the one at its outputs does both.
+    At "inputs" its forward notes the time, and its backward waits. At "outputs" its forward waits, and its
+    backward notes the time. At "both" it stands behind a layer whose inputs have no gradient; its forward
+    waits, and its backward notes the time and waits.
     """
 
     @staticmethod
@@ -133,7 +136,7 @@ def _layers(task: Characters, batch_size: int) -> list[nn.Module]:
 
 
 def pipedream_ms(task: Characters, schedule: str, microbatches: int) -> float:
-    """At rank 0; elsewhere 0."""
+    """Returns milliseconds per minibatch at rank 0, and 0 at other ranks."""
     batches = task.batches(1, _NUM_WARM_UP + _NUM_MEASURED)
     layers = _layers(task, len(batches[0][0]))
     result = pipedream.run(
@@ -207,7 +210,7 @@ def measure(num_workers: int, bandwidth: str, rounds: int) -> dict[str, Any]:
 
 
 class Combined:
-    """One side's time: its minibatches of the study, at the milliseconds that were measured."""
+    """Combines a side's measured time per minibatch with the study's losses."""
 
     def __init__(self, results: Results, num_workers: int, side: Side, ms: list[float]) -> None:
         name, m = side
@@ -223,12 +226,12 @@ class Combined:
 
     @property
     def target(self) -> float | None:
-        """The loss that plain training has after half of its longer run."""
+        """The training loss to reach: that of plain training after half of its longer run."""
         return None if self._plain is None else findings.target_loss(self._plain, 1 / 2)
 
     @property
     def minibatches(self) -> float | None:
-        """Until the target."""
+        """Number of minibatches until the target is reached."""
         if self._found is None or self.target is None:
             return None
         return self._found.minibatches_to(self.target)
@@ -238,13 +241,14 @@ class Combined:
         return None if self.minibatches is None else self.minibatches * self.median_ms / 1e3
 
     def curve(self) -> tuple[list[float], list[float]]:
-        """Seconds and smooth training losses, at the best rate."""
+        """Returns (seconds, smooth training losses), at the best rate."""
         losses = [] if self._found is None else findings.smooth(self._found.best.losses)
         return [n * self.median_ms / 1e3 for n in findings.minibatches_of(losses)], losses
 
 
 def combine(results: Results, case: dict[str, Any]) -> list[Combined]:
-    """All sides in order, but flush and torch with their fastest m alone."""
+    """Returns torch's 1F1B and `flush`, each only with its fastest number of microbatches, then all other
+    sides."""
     by_side = [(side, case["ms_per_minibatch"][_key(side)]) for side in sides(case["workers"])]
     combined = [Combined(results, case["workers"], side, ms) for side, ms in by_side]
     chosen = []
@@ -287,7 +291,7 @@ def draw(results: Results, cases: list[dict[str, Any]]) -> Figure:
             name, m = each.side
             if name in ("pipedream", "unstashed") and m != case["workers"]:
                 continue
-            # The unstashed lies under pipedream, which would hide it.
+            # The line of unstashed is wide, because the line of pipedream lies on top of it.
             look = {"linewidth": 3.5, "alpha": 0.6} if name == "unstashed" else {"linewidth": 1.3}
             axes.plot(*each.curve(), color=report.COLOURS[name], label=f"{name}, m = {m}", **look)
         axes.set(title=f"{case['workers']} workers, links of {case['bandwidth']}", xlabel="seconds")

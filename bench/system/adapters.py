@@ -22,7 +22,8 @@ TERMS = ("weight versions", "optimizer state", "parameter gradients", "stashed a
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, to whose output that of two small trained layers is added."""
+    """A frozen linear layer with a LoRA adapter: the output of two small trained layers is added to its
+    output."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -55,8 +56,8 @@ class Model(nn.Module):
 
 
 def train(first_adapted: int | None) -> list[int]:
-    """Returns numbers of bytes at stage 0: one for each of TERMS, then that of the gradients received per
-    minibatch."""
+    """Returns numbers of bytes at stage 0: one for each of TERMS, then the bytes of gradients that it
+    receives per minibatch."""
     torch.manual_seed(0)
     data = [(torch.randn(8, 16, WIDTH), torch.randn(8, 16, WIDTH)) for _ in range(NUM_MINIBATCHES)]
     result = pipedream.run(

@@ -36,8 +36,8 @@ Row = tuple[int, str, float]  # stage, kind, microseconds
 
 
 class Item:
-    """Times one work item. The overhead is the item's time without other_ns, the time of user code and
-    waiting."""
+    """Times one work item. The overhead is the item's time minus other_ns. other_ns is the time of user code
+    and waiting."""
 
     def __init__(self, stage: int, kind: str, rows: list[Row]) -> None:
         self._name = (stage, kind)

@@ -35,7 +35,8 @@ PLANS = {"1-1": (1, 1), "2-2": (2, 2), "4-4": (4, 4), "8": (8,)}
 
 
 def channel_ends(replicas: tuple[int, ...]) -> tuple[int, int]:
-    """Returns (number of channels, number of peers) of the worker with the most channels."""
+    """Returns (number of channels, number of other workers to which they lead) of the worker with the most
+    channels. replicas: by stage."""
     plan = Plan.replicated(len(replicas), replicas)
     schedule = _core.ScheduleOptions(
         schedule="pipedream",

@@ -9,7 +9,8 @@ combination:
 
     predicted, measured   milliseconds per minibatch
     error                 the prediction's error; the mean and the worst error follow below the table
-    halves                by how much the two halves of the run differ; no prediction can be closer
+    halves                the difference between the two halves of the run; no error can be expected to be
+                          less
     others                the share of the cores' time that other processes took; with shaped links the other
                           ranks count, too
 
@@ -18,9 +19,8 @@ Use a quiet machine, because nobody can predict what other processes take of the
 
     --rounds     calibrates and runs everything in each round, and takes the median of each combination's
                  figures; also prints by how much runs of one combination differ between rounds
-    --links      adds workers on hosts of their own (namespaces) with shaped links, which needs root;
-                 pipedream.profile_links measures these links before each run, and with --only bit/s nothing
-                 else runs
+    --links      adds combinations whose workers have hosts of their own (namespaces) with shaped links, which
+                 needs root; with --only bit/s only these combinations run
     --own-runs   predicts the runs from which a calibration is made; no time passes between calibration and
                  run, so the errors are the model's own
 """

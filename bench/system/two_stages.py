@@ -117,9 +117,9 @@ def slowest_stage_ms(result: pipedream.RunResult) -> float:
 
 
 def overheads_us(spans: list[WorkSpan]) -> list[tuple[str, float, float, float]]:
-    """Returns for each work item of a worker but the last: (kind, three overheads in microseconds). The first
-    lasts from asking for the item until having it, the second until completing it, the third until asking for
-    the next item. User code and waiting do not count."""
+    """Returns (kind, three overheads in microseconds) for each work item of a worker, except its last item.
+    The first overhead is from asking for the item until having it, the second until completing it, the third
+    until asking for the next item. User code and waiting do not count."""
     return [
         (
             span.kind,
