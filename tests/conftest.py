@@ -14,7 +14,7 @@ from launches import note_launches
 from pipedream import _core
 from pipedream.stage.job import JobOptions
 
-# run() would refuse a GPU that this build of the core cannot use.
+# run() refuses a GPU that torch finds but this build of the core cannot use.
 if torch.cuda.is_available() and not _core.cuda_available():
     os.environ.setdefault("PIPEDREAM_DEVICE", "host")
 

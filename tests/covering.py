@@ -1,8 +1,6 @@
-"""A covering array: few rows of options in which every pair of values of two options occurs at least once.
-
-Most faults need two options together, not seven. A matrix of all combinations has each pair hundreds of
-times.
-"""
+"""Makes a covering array: few rows of options in which every pair of values of two options occurs at least
+once. Most faults need only two options together. A matrix of all combinations would have each pair hundreds
+of times."""
 
 from __future__ import annotations
 
@@ -21,14 +19,16 @@ _Pair = frozenset[tuple[str, int]]
 def covering_rows(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool], given: Iterable[Row] = ()
 ) -> list[Row]:
-    """Returns rows with every pair of values that can occur in an allowed row. The same rows at every call.
+    """Returns rows that contain every pair of values which an allowed row can contain. Each call returns the
+    same rows.
 
-    factors: {option: its values}.
-    allowed: whether a row, which may be partial, is allowed. If a partial row is not, no row with more values
-        may be.
-    given: partial rows. Each becomes one row; its other values are chosen for new pairs.
+        factors: {option: its values}.
+        allowed: whether a row is allowed. It is also called with partial rows. If it refuses a partial row,
+        it must
+            refuse all rows that contain it.
+        given: partial rows. Each becomes one row, whose other values are chosen for new pairs.
 
-    The choice is greedy: it takes the value with most new pairs, and among equal ones the least used.
+    The choice is greedy: the next value is the one with the most new pairs, or of equal ones the least used.
     """
     chooser = _Chooser(factors, allowed)
     rows = [chooser.complete(dict(row)) for row in given]

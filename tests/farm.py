@@ -1,9 +1,9 @@
-"""A farm of processes that stand in for the ranks of torchrun. They start once and run case after case.
+"""Makes a farm of processes that stand in for the ranks of torchrun. The processes start once and run case
+after case.
 
-A process of its own would import torch for seconds; the fork server makes a rank in milliseconds, and a case
-takes milliseconds. Each rank is a real process, with the environment variables and the store that torchrun
-gives. A rank that dies or exceeds the deadline is replaced, so a case may kill its ranks. Owned by the thread
-that runs the tests.
+A new process would need seconds to import torch. The farm's fork server makes a rank in milliseconds. Each
+rank is a real process, with the environment variables and the store that torchrun gives. A rank that dies or
+exceeds the deadline is replaced, so a case may kill its ranks. Owned by the thread that runs the tests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Farm:
     """Ranks 0, 1, ... of a stand-in torchrun on this machine."""
 
     def __init__(self) -> None:
-        # Otherwise the first optimizer of each rank imports the compiler, for 2 s.
+        # Without this, the first optimizer of each rank would import the compiler, which takes 2 s.
         start_server(compiler="before forks")
         self._store, self._port = host_store()
         self._ranks: list[tuple[Process, Connection]] = []

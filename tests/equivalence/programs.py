@@ -52,12 +52,13 @@ DRAINS_AFTER_THREE = Program(
 
 
 def drawn_program(seed: int, replicas: Sequence[int] = (), workers: int | None = None) -> Program:
-    """Draws a program whose bodies drain.
+    """Draws a program. Its stages finish all minibatches of a body before the next repetition of the body
+    begins.
 
-    The next step is that of a random stage that can go on. A forward reads any version of its body that
-    exists by then. Some stages without replicas keep only one version, which is the newest. replicas: the
-    number of replicas of each stage; () draws a number of stages without replicas. workers: the number of
-    workers that share the stages; None gives each replica a worker.
+    Each step is done by a random stage that can go on. A forward reads any version of its body that exists by
+    then. Some stages without replicas keep only one version, which is the newest. replicas: the number of
+    replicas of each stage; () draws a number of stages without replicas. workers: the number of workers that
+    share the stages; None gives each replica a worker.
     """
     draw = random.Random(seed)
     replicas = replicas or [1] * draw.randint(2, 4)

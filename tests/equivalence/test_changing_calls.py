@@ -1,4 +1,4 @@
-"""run() trains models of which later minibatches call other modules than the first minibatch."""
+"""run() trains models whose later minibatches call other modules than the first minibatch."""
 
 from __future__ import annotations
 

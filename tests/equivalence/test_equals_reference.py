@@ -42,8 +42,8 @@ def test_losses_weights_buffers_and_versions_equal_the_references(
 def test_several_stages_do_not_train_as_a_plain_loop_does(
     farm: Farm, case_name: str, num_stages: int
 ) -> None:
-    # If the losses equalled a plain loop's, a run that drained the pipeline at every minibatch would pass all
-    # tests of equality.
+    # The losses must differ from those of a plain loop. Otherwise a run that drains the pipeline at every
+    # minibatch would pass the other tests, too.
     training = Training(case_name, num_stages)
     result, _ = farm.results(train_in_pipeline, training, num_ranks=num_stages)[0]
     plain_losses, _ = train_plainly(training)
@@ -158,7 +158,7 @@ class Join(torch.nn.Module):
 
 
 class OnFirst(torch.nn.Module):
-    """A layer on the first of two tensors; the second is passed on as it is."""
+    """Applies a layer to the first of two tensors, and passes the second tensor on unchanged."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()

@@ -84,8 +84,8 @@ def _assert_equals_reference(
 
 _BOTH, _NOTHING = ["versions", "activations"], list[str]()
 
-# For each schedule: m; those of the 4 stages that have microbatches waiting; those that keep more than three
-# versions.
+# For each schedule: the number of microbatches; the stages, of 4, at which several microbatches are in
+# flight; the stages that keep more than three versions.
 _SCHEDULES: dict[str, tuple[int, set[int], set[int]]] = {
     "pipedream": (1, {0, 1, 2}, {0}),
     "vertical_sync": (1, {0, 1, 2}, {0, 1, 2, 3}),
@@ -95,9 +95,9 @@ _SCHEDULES: dict[str, tuple[int, set[int], set[int]]] = {
     "gpipe": (3, {0, 1, 2, 3}, set()),
     "interleaved": (4, {0, 1, 2}, set()),
 }
-# For each model: the stages whose graphs hold more than inputs and weights, and the stages with weights of
-# their own. An embedding saves only its input, an in-place ReLU saves only the tensor that it received, and a
-# tied weight stays on the device.
+# For each model: the stages whose graphs save tensors that can be offloaded, and the stages whose weights can
+# be. An embedding saves only its input, and an in-place ReLU only the tensor that it received; these are not
+# offloaded, and neither is a tied weight.
 _CASES: dict[str, tuple[set[int], set[int]]] = {
     "cnn": ({0, 2, 3}, {0, 2, 3}),
     "transformer": ({1, 2, 3}, {0, 1, 2, 3}),
@@ -339,8 +339,8 @@ def _train_and_watch_outputs(training: Training) -> list[int]:
 def test_an_output_is_kept_for_its_send_only(farm: Farm) -> None:
     training = Training("mlp", 2, in_flight=(4, 1), num_minibatches=6, short_last=False)
     first, _ = farm.results(_train_and_watch_outputs, training, num_ranks=2)
-    # The backward of the first microbatch comes next, so its output stays: six samples of 16 numbers. Every
-    # other output is reduced to one element.
+    # The first microbatch's backward is the stage's next backward, so its tensors stay on the device: its
+    # output has six samples of 16 numbers. Every later output has been reduced to one element.
     assert first == [6 * 16 * 8] + [8] * 5
 
 

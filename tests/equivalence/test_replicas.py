@@ -515,7 +515,7 @@ def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gr
     assert_close_state(state, model.state_dict(), 1e-9)
 
 
-# Replicas that reduce together: the all-reduce does not add in the order of the replicas.
+# Replicas with sync="allreduce". An all-reduce does not add gradients in the order of the replicas.
 
 
 @pytest.mark.parametrize("replicas", _PLANS, ids=_NAMES)

@@ -184,7 +184,7 @@ def test_a_fault_in_a_local_worker_leaves_nothing_behind(
 def _left_of_runs(temporary: Path) -> tuple[set[int], set[str], set[str]]:
     """Returns the processes, shared memory and files that runs have left.
 
-    The state of the last run would stay as long as somebody may use it, so it is let go first.
+    First it releases the kept state of the last run, whose files would otherwise stay.
     """
     KeptState.let_go()
     processes = {process.pid for process in psutil.Process().children(recursive=True)}

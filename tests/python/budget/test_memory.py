@@ -168,8 +168,8 @@ def _most_held_of_all_orders(
     """
     placement = options.placement
     programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]
-    # For each worker and each number of instructions that it has executed: the items sent or received over
-    # each edge, and the microbatches between forward and backward.
+    # For each worker and each number of instructions that it has executed: how many items it has sent and
+    # received over each edge, and the microbatches between forward and backward.
     done: list[list[dict[str, int]]] = []
     for program in programs:
         sums = [dict.fromkeys(["here", *map(str, _core.edges_of(options))], 0)]

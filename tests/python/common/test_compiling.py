@@ -1,6 +1,5 @@
-"""compiling.py: code that compiles imports the compiler's modules. Code that keeps the compiler out
-does not.
-"""
+"""Tests compiling.py: code that compiles imports the compiler's modules; code that keeps the compiler out
+does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""errors.afterwards: what happens to an error in cleaning up, if another error has ended the work before."""
+"""Tests errors.afterwards: the fate of an error in a clean-up after another error."""
 
 from __future__ import annotations
 

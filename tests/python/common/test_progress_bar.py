@@ -6,7 +6,8 @@ from pipedream.common.progress_bar import TimedProgress
 
 
 def test_a_bar_of_seconds_fills_while_nothing_is_counted() -> None:
-    # A profile whose minibatches took longer than its seconds showed 0/12 seconds to the end.
+    # If the minibatches took longer than the given seconds, the bar of a profile once showed 0/12 seconds
+    # until the end.
     now_s = [100.0]
     progress = TimedProgress(get_time=lambda: now_s[0])
     task = progress.add_task("", total=12.0, start=False)

@@ -1,4 +1,4 @@
-"""rank_tree.py: which ranks pass on what rank 0 has, and what rank 0 wants."""
+"""Tests rank_tree.py: which ranks pass on data from rank 0 and data to rank 0."""
 
 from __future__ import annotations
 

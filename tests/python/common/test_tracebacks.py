@@ -163,7 +163,7 @@ def test_all_frames_are_shown_where_the_environment_asks_for_them(monkeypatch: p
 
 
 def _fail_in_forward(error: Exception) -> Exception:
-    """The error that a worker raises when the user's layer raises this one."""
+    """Returns the error that a worker raises when the user's layer raises this error."""
     try:
         UserCode(lambda what: f"stage 1 failed in {what}").run("forward", _Broken(error), torch.ones(2, 3))
     except PipelineError as raised:

@@ -45,7 +45,7 @@ def test_the_first_stage_gets_inputs_and_the_last_targets_with_their_share_of_th
     assert [piece.weight for piece in last[:3]] == [0.4, 0.4, 0.2]
     assert all(piece.targets is None for piece in first)
     assert all(piece.inputs is None for piece in last)
-    # torch.chunk makes 3 pieces of 5: the fourth microbatch has nothing.
+    # torch.chunk makes 3 pieces of 5 samples, so the fourth microbatch is empty.
     assert [piece.is_empty for piece in first] == [piece.is_empty for piece in last] == [False] * 3 + [True]
 
 

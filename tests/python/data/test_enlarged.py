@@ -1,4 +1,4 @@
-"""A minibatch made as large as any that is known to come."""
+"""Tests enlarged.py: makes a minibatch as large as the largest one that is known to come."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ class _OverQueueDataset(_OverQueue, torch.utils.data.IterableDataset[int]):
 
 @pytest.mark.parametrize("is_loader", [False, True])
 def test_what_gives_each_minibatch_once_loses_none_to_a_look(is_loader: bool) -> None:
-    # The look once took the first minibatch, and the run began with the second or third.
+    # run() once took the first minibatch out of such data when it looked at it. The training then began with
+    # the second or third minibatch.
     data: Iterable[int] = DataLoader(_OverQueueDataset(), batch_size=None) if is_loader else _OverQueue()
     looked = looked_at(data)
     assert looked_at(looked) is looked
@@ -148,7 +149,7 @@ def test_what_gives_each_minibatch_once_loses_none_to_a_look(is_loader: bool) ->
 
 
 class _Shuffling:
-    """Shuffles its samples' positions where they are, and says how often it was copied."""
+    """Data that shuffle the positions of their samples in place. They count how often they were copied."""
 
     def __init__(self, indices: Any) -> None:
         self.indices, self.weights, self.num_copies = indices, torch.ones(3), 0
@@ -179,7 +180,7 @@ def test_data_are_copied_once_for_the_first_look() -> None:
 def test_positions_that_an_iteration_shuffles_are_copied_and_other_tensors_not(
     indices: Any, is_sampler: bool
 ) -> None:
-    """Arrays were shuffled by the look, and a sampler's weights were copied."""
+    """A look at the first minibatch once shuffled arrays of positions, and copied a sampler's weights."""
     shuffling = _Shuffling(indices)
     data: Any = DataLoader(range(5), batch_size=None, sampler=shuffling) if is_sampler else shuffling  # type: ignore[arg-type]
     assert int(first_of(data)) == int(first_of(data)) == 3

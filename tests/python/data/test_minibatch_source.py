@@ -24,7 +24,8 @@ def _source(sizes: Sequence[int], planned: int, group_size: int = 1) -> Minibatc
 
 
 def _sizes(source: MinibatchSource, first: int) -> list[int]:
-    """Sizes of the minibatches from the first on, until the source says that the data end for now."""
+    """Returns the sizes of the minibatches from `first` on, up to the place at which the source ends for
+    now."""
     found = []
     while source.fetch(first + len(found)):
         found.append(len(source.take(first + len(found)).inputs))
@@ -127,9 +128,8 @@ def test_any_of_several_inputs_may_exceed() -> None:
 
 
 def test_of_several_kinds_one_is_not_exceeded_by_what_it_covers() -> None:
-    """A minibatch of a size between few long texts and many short ones is compared with each kind as a whole,
-    not input by input.
-    """
+    """A minibatch is compared with each kind as a whole. Its size may lie between few long texts and many
+    short texts."""
 
     def batch(num_texts: int, length: int) -> Keywords:
         return Keywords(ids=torch.zeros(num_texts, length), mask=torch.zeros(num_texts, 1))

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 _DEFAULTS = {"max_steps": 3, "eval_strategy": "no", "metric_for_best_model": "eval_loss"}
-"""Instead of an argument that is left out, where the others would not do without it."""
+"""Used in the place of an argument that is left out, if the other arguments do not work without it."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -214,7 +214,7 @@ def test_the_parts_of_a_trainer_are_made_by_the_arguments(tmp_path: Path) -> Non
 
 
 class Telling(transformers.TrainerCallback):  # type: ignore[misc]
-    """A tracker as transformers has them, which reads its settings where the training begins."""
+    """Imitates a tracker of transformers, which reads its settings when the training begins."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         names = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")

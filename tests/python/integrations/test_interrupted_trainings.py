@@ -1,4 +1,5 @@
-"""Ctrl-C ends a training of a front end as it ends one of its library."""
+"""Ctrl-C ends a training with PipelineTrainer or fit() in the same way as one with the library's own
+trainer."""
 
 from __future__ import annotations
 

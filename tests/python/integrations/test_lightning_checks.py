@@ -63,7 +63,7 @@ def test_a_refused_hook_is_named_before_anything_starts(hook: str) -> None:
 
 
 class Hooked(Net):
-    """It notes its hooks, and logs a metric that no step logs."""
+    """Records which of its hooks are called. Has a metric that no step logs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Schedulers and callbacks that decide by a metric do in a PipelineTrainer what they do in a Trainer."""
+"""Schedulers and callbacks that decide by a metric have the same effect in a PipelineTrainer as in a
+Trainer."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _steps(form: LossForm, *, num_steps: int = 7, pieces: int = 1) -> Steps:
 
 
 def _values(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Numbers that stand for the losses of the items of a batch."""
+    """Returns numbers that stand for the losses of a batch's items."""
     chosen: torch.Tensor = batch["input_ids"][batch["labels"] != -100].double()
     return chosen
 
@@ -39,7 +39,7 @@ def _in_pairs(batches: list[Any]) -> list[list[Any]]:
 
 
 def _loss(inputs: Any, targets: Any, form: LossForm) -> float:
-    """A model computes it so: a mean over items, or by num_items_in_batch."""
+    """Computes the loss as a model does: a mean over items, or the sum divided by num_items_in_batch."""
     values = _values({**inputs, "labels": targets["labels"]})
     own = inputs["num_items_in_batch"] if form.divides_by_items else len(values)
     return float(values.sum() / own * targets["scale"])

@@ -308,7 +308,8 @@ def test_batches_are_cut_further_for_a_plan_with_more_microbatches(tmp_path: Pat
 def test_batch_norm_is_trained_as_by_the_trainer_on_whole_batches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Its running statistics take a step for each batch, and the plan would cut each of these into two.
+    # The plan would cut each batch into two. But batch norm must update its running statistics once for each
+    # whole batch, as under a Trainer.
     plan = replace(Plan.straight(_LAYERS["images"], 2), microbatches=4)
     _assert_same(*_both("images", plan, tmp_path, {}))
     assert "batches are trained on whole: batch norm would normalize each piece" in capsys.readouterr().out

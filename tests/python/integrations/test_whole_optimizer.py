@@ -1,4 +1,5 @@
-"""whole_optimizer.py: optimizers and schedulers of stages make the steps of those of the whole model."""
+"""Tests whole_optimizer.py: the optimizers and schedulers of all stages together make the steps of one for
+the whole model."""
 
 from __future__ import annotations
 

@@ -62,9 +62,8 @@ def _results(*spans: list[WorkSpan]) -> list[RunResult]:
 
 
 def _known_runs(**changes: Any) -> Runs:
-    """Returns runs with known costs: a step of 0.1 ms and 0.2 ms per MiB, a copy of 0.3 ms more per MiB.
-    Layers take three times the profile's time.
-    """
+    """Returns runs with known costs. A step costs 0.1 ms and 0.2 ms per MiB, and a copy 0.3 ms more per MiB.
+    Layers take three times as long as in the profile."""
     runs = Runs(
         one=_results(_spans(0, 1, 3.0, 6.0, 0.5)),
         straight=_results(_spans(0, 1, 3.0, 6.0, 0.6), _spans(1, 1, 3.0, 6.0, 0.3)),
@@ -123,13 +122,13 @@ def test_items_that_were_done_alone_count_as_beside_the_others() -> None:
     assert costs.alone_speed == pytest.approx(2.0, rel=1e-3)
     assert costs.positions["only"].forward_scale == pytest.approx(1.5, rel=1e-3)
     assert costs.positions["only"].forward.first(1) == pytest.approx(_OWN_MS["FORWARD"], rel=1e-3)
-    # What the cores of both do to each other is not known where no worker was alone.
+    # If no worker ran alone, it is not known how much two busy cores slow each other down.
     without = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes | {"in_turn": []}), num_cores=2)
     assert without.alone_speed == 1.0
 
 
 def test_what_waiting_costs_is_told_apart_from_what_items_take() -> None:
-    # Whoever waits takes half as long again, of whatever a whole minibatch takes.
+    # After a wait, each item takes longer by half of the time of a whole minibatch.
     waits = {"wait_ms": 2.0}
     changes = {
         "straight": _results(*(_spans(stage, 1, 3.0, 6.0, 0.5, wait_ms=0.0) for stage in range(2))),
@@ -154,7 +153,7 @@ def test_what_waiting_costs_is_told_apart_from_what_items_take() -> None:
     assert waking.after_ms == pytest.approx(2.0)
     assert waking.shares == {kind: pytest.approx(0.5) for kind in ("FORWARD", "BACKWARD", "UPDATE")}
     assert costs.positions["first"].forward_scale == pytest.approx(3.0, rel=1e-3)
-    # Of the microbatches the first forward alone comes after a wait.
+    # Only the first microbatch's forward comes after a wait.
     own_ms = _OWN_MS["FORWARD"]
     awake = 1 - 0.5 * (3.0 + own_ms) / (2.5 + own_ms)
     assert costs.forward_share.first(4) * 3.0 == pytest.approx(2.5 * awake, rel=1e-3)
@@ -162,7 +161,8 @@ def test_what_waiting_costs_is_told_apart_from_what_items_take() -> None:
 
 
 def test_what_long_waits_cost_is_seen_after_a_pause() -> None:
-    # Each worker is twice as fast alone. After a wait of 10 ms it takes 50 % longer, after one of 2 ms 10 %.
+    # Each worker is twice as fast if it computes alone. Items take 50 % longer after a wait of 10 ms, and 10
+    # % longer after a wait of 2 ms.
     def in_turn(wait_ms: float, longer: float) -> list[RunResult]:
         return _results(
             *(
@@ -184,7 +184,8 @@ def test_what_long_waits_cost_is_seen_after_a_pause() -> None:
 
 
 def test_each_number_of_microbatches_that_was_measured_counts_as_it_was() -> None:
-    # Half of a minibatch takes as long as all of it, as if the library had no fast way for that shape.
+    # Half of a minibatch takes as long as a whole one, as if the library had no fast kernel for the shape of
+    # the half.
     cut = {
         m: _results(*(_spans(stage, m, forward_ms, 1.5, 0.3) for stage in range(2)))
         for m, forward_ms in ((2, 3.0), (4, 1.0))
@@ -206,7 +207,7 @@ def test_latency_is_of_items_that_were_waited_for_alone() -> None:
         forward = WorkSpan("FORWARD", 0, minibatch, 0, begin_ns, begin_ns, begin_ns + 50_000, 0, 50_000)
         sent_ns = begin_ns + 60_000  # where the next item is asked for
         sender += [forward, WorkSpan("UPDATE", 0, minibatch, 0, sent_ns, sent_ns, sent_ns + 1, 0, 1)]
-        # Every other minibatch has been there for long when it is asked for.
+        # Every other minibatch arrived long before the receiver asked for it.
         asked_ns = begin_ns + (0 if minibatch % 2 else 9_000_000)
         wait_ns = 100_000 if minibatch % 2 else 1_000
         ready_ns = asked_ns + wait_ns

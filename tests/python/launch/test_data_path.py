@@ -44,5 +44,5 @@ def test_data_go_through_at_most_twelve_files_from_run_to_the_loop() -> None:
     on_the_way, looking_on = _named("The way of the data")
     assert len(on_the_way) <= 12
     assert not on_the_way & looking_on
-    # A local worker gets them from a file, not from a caller.
+    # local_worker.py is added by hand: it gets the data from a file, not as an argument.
     assert {*_files_that_take_data(), "worker/local_worker.py"} == on_the_way | looking_on

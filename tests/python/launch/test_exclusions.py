@@ -211,9 +211,9 @@ def _assert_rows_are_refused(refused: Callable[..., str | None], names: Collecti
 
 
 def _others_than_rows(refused: Callable[..., str | None], names: Collection[str]) -> list[str]:
-    """Returns refusals of pairs whose text is not a row's.
+    """Returns the errors of pairs of options that no row of the table explains.
 
-    Traits that every job here has are left out, and so are those that are refused alone.
+    Left out are traits that every job here has, and options that are refused even without another option.
     """
     known = [f": {row.because}; {row.remedy}" for row in _ROWS]
     alone = [name for name in names if name not in _ALWAYS and refused(name) is None]

@@ -1,6 +1,5 @@
-"""first_loss.py: a caller notices that its workers train another model than its own. It never mistakes its
-own for another.
-"""
+"""Tests first_loss.py: a caller notices that its workers train another model than its own. It raises no false
+alarm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""fork_server.py: what a new process takes over from the process that asked for it, and whose child it is."""
+"""Tests fork_server.py: the state that a new process takes over from the process that asked for it, and whose
+child the new process is."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ _OF_A_JOB = (
 
 
 def _exit_codes_of_children() -> tuple[int | None, int]:
-    """A process that multiprocessing terminates, and a program that does it itself."""
+    """Returns the exit codes of a process that multiprocessing has terminated and of a program that ends
+    itself by a signal."""
     for number in _OF_A_JOB:
         os.kill(os.getpid(), number)
     child = multiprocessing.get_context("fork").Process(target=signal.pause)
@@ -110,7 +112,8 @@ def _exit_codes_of_children() -> tuple[int | None, int]:
 
 
 def test_what_a_batch_system_sends_to_all_processes_ends_neither_server_nor_worker() -> None:
-    # SIGUSR1, by which Slurm says that time is nearly up, killed the workers, whatever the script did then.
+    # By SIGUSR1 Slurm announces that the time is nearly over. The signal once killed the workers, even if the
+    # script handled it.
     fork_server._close_server()
     server_pid = _server_pid()
     os.kill(server_pid, signal.SIGUSR1)  # while it starts
@@ -156,7 +159,7 @@ def test_a_server_that_was_killed_is_replaced_by_one_that_imports_what_it_was_to
 def test_a_server_has_the_compiler_from_the_first_process_of_a_caller_that_has_it_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # To import it takes a second or two, for nothing where nobody makes one of torch's optimizers.
+    # The import of the compiler takes a second or two. It is needed only for torch's own optimizers.
     fork_server._close_server()
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     assert _found(_parent_and_compiler) == (os.getpid(), False)
@@ -195,7 +198,7 @@ def test_a_server_imports_the_compiler_for_later_only_where_no_fork_waits(
 
 
 def _unread(connection: socket.socket) -> int:
-    """More than 0 while the other end has not received all that was sent to it."""
+    """Returns a number above 0 as long as the other end has not received everything."""
     return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
@@ -255,7 +258,8 @@ elif sys.argv[1] == "killed":
 @pytest.mark.parametrize("how", ["by itself", "interrupted", "killed"])
 def test_the_server_ends_with_the_process_that_started_it(how: str) -> None:
     paths = os.pathsep.join(path for path in sys.path if path)
-    # Its end is the end of file of what it inherited, too.
+    # The server inherits the pipe of this process's output. So the output ends only when the server has
+    # ended, too.
     done = subprocess.run(
         [sys.executable, "-c", _CALLER, how],
         env=os.environ | {"PYTHONPATH": paths},
@@ -263,7 +267,7 @@ def test_the_server_ends_with_the_process_that_started_it(how: str) -> None:
         check=False,
         text=True,
     )
-    # Ctrl-C while the process ends showed a traceback of the server's end.
+    # A Ctrl-C at the end of the process once showed a traceback of the server's end.
     assert (done.returncode, done.stderr) == (-signal.SIGKILL if how == "killed" else 0, "")
     pid = int(done.stdout)
     deadline_s = time.monotonic() + _BOUND_S

@@ -1,6 +1,5 @@
-"""task_files.py and launcher.py: the folder of a run, the files in it for the workers, what they are told by
-other means, and what happens to folders that killed callers have left.
-"""
+"""Tests task_files.py and launcher.py: the folder of a run, the files in it for workers, the messages that
+workers get by other means, and the removal of folders that killed callers have left."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class _TiedPair(nn.Module):
 
 
 class _Device:
-    """Stands in for a GPU: says that every storage lies on it, except those that were copied from it."""
+    """Stands in for a GPU: every storage seems to be on it, except copies in host memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[torch.UntypedStorage] = []
@@ -62,7 +61,8 @@ class _Device:
 def test_what_lies_on_a_device_is_written_as_it_is_in_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Pickle alone says where a tensor lay, and every worker would make it there anew.
+    # Without this, the pickled tensor would name the caller's device, and every worker would make the tensor
+    # there.
     model = _TiedPair()
     with monkeypatch.context() as patch:
         device = _Device(patch)
@@ -95,7 +95,7 @@ class _StoppedError(Exception):
 
 @pytest.mark.parametrize("forwards", [False, True])
 def test_no_secret_key_is_in_a_file(monkeypatch: pytest.MonkeyPatch, forwards: bool) -> None:
-    # A caller that is killed used to leave it in the folder of the run.
+    # A killed caller once left the secret key in the folder of the run.
     files: dict[str, bytes] = {}
     tasks: list[Any] = []
     links: list[Any] = []
@@ -164,7 +164,7 @@ with run_folder() as folder:
 
 
 def _leave_one(temporary: Path, kept: Path) -> Path:
-    """Leaves what a caller leaves that is killed in the middle of a run."""
+    """Starts a caller and kills it in the middle of its run. Returns the folder that stays behind."""
     paths = os.pathsep.join(path for path in sys.path if path)
     ended = subprocess.run(
         [sys.executable, "-c", _KILLED, str(temporary), str(kept)],

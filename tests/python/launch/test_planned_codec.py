@@ -1,4 +1,4 @@
-"""run() takes the codec that a plan was made for. If it cannot or does not, it says so."""
+"""run() uses the codec for which a plan was made. If it cannot or does not, it says so."""
 
 from __future__ import annotations
 

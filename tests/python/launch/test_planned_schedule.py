@@ -1,4 +1,5 @@
-"""run(schedule="auto") takes the schedule and m from the plan. If it cannot or does not, it says so."""
+"""run(schedule="auto") uses the schedule and the number of microbatches of the plan. If it cannot or does
+not, it says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""profiling.py: when the process starts that forks the workers of a later run."""
+"""Tests profiling.py: the time at which the fork server for a later run starts."""
 
 from __future__ import annotations
 

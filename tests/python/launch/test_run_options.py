@@ -1,4 +1,5 @@
-"""run_options.py: what it describes is what run() takes, what ranks compare, and what docs/ says."""
+"""Tests run_options.py: its table of arguments agrees with the arguments that run() takes, with those that
+ranks compare, and with docs/."""
 
 from __future__ import annotations
 

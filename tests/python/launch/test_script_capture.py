@@ -1,6 +1,5 @@
-"""script_capture.py and script_state.py: a value that a script has set is found, taken over, or named. The
-way in which a module was installed says whose it is.
-"""
+"""Tests script_capture.py and script_state.py: a value that a script has set is found, and reaches the
+workers or is named. Whether a module belongs to the user depends on how it was installed."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _taken_over(parts: Any, folder: Path, change: Callable[[], None]) -> Any:
-    """The module as a worker has it, where the caller's has changed since its import."""
+    """Returns the module as a worker has it. `change` changes the caller's module after its import."""
     model = parts.Layer()
     change()
     write_part(folder, "script", capture_script([model], None).state, "")
@@ -127,7 +126,8 @@ def test_modules_of_libraries_stay_as_they_are() -> None:
 
 
 class _TwoWordsError(Exception):
-    """Pickle sends the text alone, with which no other can be made."""
+    """An error that cannot be unpickled: pickle sends only its text, but its constructor needs two
+    arguments."""
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(f"{one} {other}")

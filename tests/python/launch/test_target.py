@@ -1,4 +1,4 @@
-"""TARGET of the command line: what a user's function may be and return."""
+"""Tests the TARGET of the command line: which functions are accepted, and what they may return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOB = "dict(model='m', data=[1], loss_fn=len, optimizer=list)"
 
 @pytest.fixture(autouse=True)
 def clean_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Targets are imported for good; each test gets its own sys.path, and takes its modules away again."""
+    """Gives each test a sys.path of its own, and removes the modules that the test imported."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     yield
@@ -46,7 +46,7 @@ def test_target_file_finds_its_neighbours_and_its_classes_their_module(tmp_path:
         "def make():\n    return SimpleNamespace(model=Model(), data=[1], loss_fn=len)\n"
     )
     job = load_job("folder/two_target.py:make", needs_optimizer=False)
-    # Worker processes import the class by this name, from the sys.path that they inherit.
+    # Worker processes import the class by this name. They inherit sys.path.
     assert type(job.model).__module__ == "target_neighbour"
     assert str(folder) in sys.path
     assert job.options == {}

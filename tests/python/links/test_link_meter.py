@@ -36,7 +36,7 @@ def test_sampling_ends_where_the_mean_is_known() -> None:
 def test_sampling_of_what_varies_ends_at_its_time() -> None:
     taken, clock = itertools.count(), itertools.count()
     figure = sampled(lambda: 1.0 + next(taken) % 2, seconds=20.0, now_s=lambda: float(next(clock)))
-    # The clock is read before the first sample and after every sample but the first two.
+    # The clock is read before the first sample, and after every later sample except the second.
     assert next(taken) == 22
     assert figure.error > 0.02
 

@@ -76,7 +76,8 @@ def test_nothing_follows_from_a_rank_that_has_not_joined() -> None:
 
 @pytest.mark.parametrize(("own_s", "theirs_s", "patience"), [(8.0, 80.0, "80 s"), (80.0, 8.0, "80 s")])
 def test_the_longer_timeout_of_the_two_holds(own_s: float, theirs_s: float, patience: str) -> None:
-    # Ranks that were given different ones are to hear of that, and not that one is lost.
+    # Ranks with different timeouts must get the error about their arguments. No rank may count as lost
+    # meanwhile.
     monitor = LivenessMonitor(own_s)
     for round_index in range(80):
         monitor.observe({0: _sign(1, peer_timeout_s=theirs_s)}, float(round_index))
@@ -87,7 +88,8 @@ def test_the_longer_timeout_of_the_two_holds(own_s: float, theirs_s: float, pati
 
 
 def test_a_round_that_comes_late_is_not_held_against_the_others() -> None:
-    # All ranks were stopped, as by Ctrl-Z, and go on now. This one may be the first to look.
+    # All ranks were stopped, for example by Ctrl-Z, and have just been continued. This rank may be the first
+    # to check.
     monitor = LivenessMonitor(_TIMEOUT_S)
     _observe(monitor, [_sign(1), _sign(2)])
     monitor.observe({2: _sign(2)}, 3600.0)

@@ -22,7 +22,7 @@ _TIMEOUT_S = 0.4
 
 
 class Ranks:
-    """The ranks of one run, all in this process. Each has a connection of its own."""
+    """The ranks of one run, all in this process. Each rank has its own connection to the store."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -102,7 +102,7 @@ def test_a_rank_whose_links_are_open_and_one_that_never_joins_are_not_lost(ranks
 
 
 def test_a_rank_that_has_joined_is_waited_for_as_long_as_it_lives(ranks: Ranks) -> None:
-    # It may read its first minibatch, for as long as the user's data take.
+    # Such a rank may be reading its first minibatch, which may take any time.
     one, other = ranks.rank(0), ranks.rank(1)
     for rendezvous in (one, other):
         rendezvous.join(_TIMEOUT_S)
@@ -133,7 +133,8 @@ def test_after_its_links_are_open_a_rank_says_nothing_to_the_store(ranks: Ranks)
 def test_the_host_of_the_store_stays_until_the_others_have_heard_why(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The host's process ends next, and the store with it. The others once saw a broken connection.
+    # Next the host's process ends, and the store ends with it. The other ranks once saw only a broken
+    # connection.
     host, other, done = (ranks.rank(rank, world_size=3, hosts=rank == 0) for rank in range(3))
     done.join(_TIMEOUT_S)
     done.leave()  # hears by its links, never here
@@ -198,7 +199,7 @@ def test_a_store_that_does_not_answer_is_given_up_after_the_peer_timeout(ranks: 
 
 
 class Stalled:
-    """A store that takes nothing until it is over, and then breaks."""
+    """A store that answers nothing until `over` is set, and then fails."""
 
     def __init__(self, over: threading.Event) -> None:
         self._over = over
@@ -344,7 +345,8 @@ def test_a_store_on_loopback_is_of_no_use_to_other_machines(monkeypatch: pytest.
 
 
 def test_a_loopback_interface_that_is_down_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container without a network has no loopback, and torch's store tried for more than a minute."""
+    """A container without a network has no loopback interface. There torch's store once tried for more than a
+    minute."""
 
     def connect(*_: Any, **__: Any) -> socket.socket:
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))

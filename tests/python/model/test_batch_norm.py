@@ -1,4 +1,5 @@
-"""batch_norm.py: microbatch statistics in the forward, one step of the running ones per minibatch."""
+"""Tests batch_norm.py: the forward normalises by the microbatch, and the running statistics make one step per
+minibatch."""
 
 from __future__ import annotations
 

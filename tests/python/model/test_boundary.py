@@ -1,4 +1,5 @@
-"""boundary.py: a rehearsal plans what crosses a cut, and every minibatch is checked against that plan."""
+"""Tests boundary.py: a rehearsal plans the tensors that cross a cut, and every minibatch is checked against
+that plan."""
 
 from __future__ import annotations
 
@@ -383,7 +384,8 @@ class _InitialisedByData(nn.Module):
 
 
 def test_a_layer_that_counts_or_sets_itself_up_is_untouched_too() -> None:
-    # Else its first minibatch in training would not be its first, and the losses not those of plain training.
+    # Otherwise the first minibatch of the training would be the layer's second one, and the losses would
+    # differ from plain training's.
     layer = _InitialisedByData()
     before = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
     with untouched([layer]):

@@ -1,4 +1,4 @@
-"""calls.py: calls of modules are seen, and nothing else about the modules changes."""
+"""Tests calls.py: calls of modules are recorded, and the modules stay unchanged otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data_sizes.py: which tensors are as long as the contents of others say."""
+"""Tests data_sizes.py: finds tensors whose length depends on the contents of other tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""draws.py: what a forward draws depends only on the place where it draws and on the microbatch."""
+"""Tests draws.py: a random draw in a forward depends only on its place in the model and on the microbatch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class _Uniform(nn.Module):
 
 
 class _Model(nn.Module):
-    """Draws in a module that is called twice, in one of its own, and between modules."""
+    """Draws random numbers in a module that is called twice, in a module that is called once, and between
+    modules."""
 
     def __init__(self, drawn: list[Tensor], *, twice: bool = True) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ def test_stages_draw_what_the_uncut_forward_draws() -> None:
     stages, draws = _traced(_Model(drawn), ["own"])
     drawn.clear()
     _forward(stages, draws, 4)
-    # Code between modules runs at both stages, and draws the same.
+    # Both stages run the code between modules, and draw the same numbers there.
     assert drawn == [*whole[:3], whole[1], whole[3]]
 
 

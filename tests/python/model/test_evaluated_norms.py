@@ -1,6 +1,5 @@
-"""EvaluatedNorms: a batch norm that evaluates and trains in turn while minibatches are in flight is
-refused.
-"""
+"""Tests EvaluatedNorms: a batch norm that a hook switches between training and evaluation while minibatches
+are in flight is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The gradient of a fully connected layer's weight is the product of the two factors that are taken in its
-place.
-"""
+"""The gradient of a fully connected layer's weight equals the product of the two factors that replace it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""factories.py: the user's optimizer and lr_scheduler are called for each stage, and tried before a run."""
+"""Tests factories.py: the user's optimizer and lr_scheduler are called for each stage, and are tried before a
+run."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_a_trial_gives_every_stage_with_parameters_its_own_under_their_names() -
     assert [[name for name, _ in stage] for stage in seen] == [["weight", "bias"]] * 2
     for given, (_, own) in zip([*seen[0], *seen[1]], [*_named(first), *_named(last)], strict=True):
         assert given[1] is not own
-        # The copies share the memory, so that a trial of a large model takes none.
+        # The copies share the parameters' memory, so that the trial of a large model takes none.
         assert given[1].data_ptr() == own.data_ptr()
         assert given[1].stride() == own.stride()
     assert seen[0][0][1].no_weight_decay
@@ -128,11 +129,13 @@ def test_a_trial_says_nothing_where_the_parameters_are_not_yet_on_the_workers_de
         try_factories([_named()], wrong, None, "cpu")
 
 
-# As the user meets it. The functions are at the top level: they are sent to the workers.
+# The next tests call run() as users do. The functions are at the top level, because they are sent to the
+# workers.
 
 
 class _Counting:
-    """Raises an error for the second stage, and counts calls. So it shows that a copy of it is tried."""
+    """A factory that counts its calls, and raises an error for the second stage. The count shows that run()
+    tries a copy."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -192,7 +195,8 @@ class _NotDecayed(nn.Parameter):
 
 
 def test_parameter_groups_may_be_made_by_classes_and_marks_of_parameters() -> None:
-    """The optimizer got plain parameters, so what was not to be decayed was."""
+    """The optimizer once got plain parameters instead of the user's class. So parameters were decayed against
+    the user's wish."""
     layer = nn.Linear(3, 2)
     layer.bias = _NotDecayed(torch.zeros(2))
     layer.weight.rank = 1

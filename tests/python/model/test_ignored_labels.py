@@ -1,4 +1,5 @@
-"""ignored_labels.py: which minibatches are looked at. test_ignored_labels.py of equivalence has the rest."""
+"""Tests ignored_labels.py: which minibatches it checks. tests/equivalence/test_runs_with_ignored_labels.py
+has the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 class _OnDevice(Tensor):
-    """Says that it is on a GPU, and counts the waits for it."""
+    """A tensor that seems to be on a GPU, and counts how often somebody waits for its values."""
 
     num_waits = 0
 

@@ -1,4 +1,4 @@
-"""initial_weights.py: where a model on the meta device gets its values from."""
+"""Tests initial_weights.py: the sources of the values of a model that was made on the meta device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ State = dict[str, Tensor]
 
 
 class _Scaled(nn.Module):
-    """Hugging Face's way: the outer model sets the weights, for some modules by the names of their parts."""
+    """Sets its weights as models of Hugging Face do: the outer model sets those of its parts, some by their
+    names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +38,8 @@ class _Scaled(nn.Module):
 
 
 class _Computed(nn.Module):
-    """A buffer that the constructor computes and no state_dict holds, and a parameter that it sets alone."""
+    """Has a buffer that the constructor computes and that is not in the state_dict, and a parameter that only
+    the constructor sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ def test_the_model_around_a_module_sets_its_weights_after_the_modules_own_functi
 
 @pytest.mark.parametrize("make", [_Scaled, TWINS["residual"].model])
 def test_a_tensor_gets_the_same_values_whatever_else_is_made(make: Callable[[], nn.Module]) -> None:
-    """So a stage of any plan has what the whole model has."""
+    """So a stage of any plan starts with the values that the whole model would have."""
     whole = _made(make, seed=3)
     tensors = _on_meta(make)
     for name in dict([*tensors.named_parameters(), *tensors.named_buffers()]):

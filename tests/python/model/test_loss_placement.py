@@ -1,8 +1,5 @@
-"""loss_placement.py: the tensors of a loss move to where the outputs are, and the caller's object stays what
-it was.
-
-The device "meta" stands in for a GPU, because its tensors are not in host memory either.
-"""
+"""Tests loss_placement.py: the tensors of a loss move to the device of the outputs, and the caller's object
+stays unchanged. The device "meta" stands in for a GPU, because its tensors are not in host memory either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""loss_state.py: what a loss has kept comes back to the caller, but nothing of the model does."""
+"""Tests loss_state.py: the state of a loss comes back to the caller, except what belongs to the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _model() -> nn.Sequential:
 
 
 def test_what_a_loss_has_kept_is_the_callers_too() -> None:
-    # Its centre was at its beginning again in the next run, and so was a count of its steps.
+    # In the next run the loss once began with its initial centre and its initial count of steps.
     stages = split(_model(), Plan.straight(3, 2))
     there, here = _Centred(), _Centred()
     centre = here.centre

@@ -1,4 +1,4 @@
-"""microbatch.py: a minibatch is cut as torch.chunk cuts, all its tensors alike."""
+"""Tests microbatch.py: all tensors of a minibatch are cut alike, into the pieces that torch.chunk makes."""
 
 from __future__ import annotations
 
@@ -177,7 +177,8 @@ _BOXES = [{"boxes": torch.zeros(count, 4), "labels": torch.zeros(count)} for cou
     ],
 )
 def test_a_list_with_an_entry_per_sample_is_cut(value: Any) -> None:
-    """It went whole to every microbatch, or along the channels of its images, paired with other samples."""
+    """Such a list once went whole to every microbatch, or was cut along the channels of its images. Then its
+    entries were paired with other samples."""
     assert _halves(value, 4) == [value[:2], value[2:]]
     (first, _), (second, _) = _halves((value, torch.zeros(4)), 4)
     assert (first, second) == (value[:2], value[2:])

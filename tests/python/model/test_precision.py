@@ -1,4 +1,4 @@
-"""precision.py: what autocast may be, and when the loss scale of float16 changes."""
+"""Tests precision.py: which values autocast may have, and when the loss scale of float16 changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_region_casts_inside_only_and_none_never() -> None:
 
 
 def test_each_region_casts_the_parameters_that_are_bound_in_it() -> None:
-    # Inside one region torch would go on using its first cast.
+    # Within a single region torch would continue to use its first cast of the parameter.
     layer, values = torch.nn.Linear(1, 1, bias=False), torch.ones(1, 1)
     outputs = []
     for value in (1.0, 2.0):
@@ -65,7 +65,7 @@ def test_every_overflow_halves_the_scale_where_one_minibatch_lies_between() -> N
 
 
 def test_overflows_of_minibatches_that_were_under_way_say_nothing_new() -> None:
-    # With 3 in flight, two more had the scale that was too large.
+    # With 3 minibatches in flight, two more of them used the scale that was too large.
     assert _scales(3, [False, True, True, True, True, False]) == [1, 0.5, 0.5, 0.5, 0.25, 0.25]
 
 
@@ -78,7 +78,7 @@ def test_the_scale_grows_after_as_long_as_torchs_without_an_overflow() -> None:
     assert torch.amp.GradScaler("cpu", enabled=True).get_growth_interval() == interval
     assert torch.amp.GradScaler("cpu", enabled=True).get_scale() == _INITIAL
     scales = _scales(1, [False] * (2 * interval + 1))
-    # Minibatch `interval` is the first that so many without an overflow preceded.
+    # Minibatch number `interval` is the first after `interval` minibatches without an overflow.
     assert (scales[0], scales[interval - 1], scales[interval], scales[2 * interval]) == (1, 1, 2, 4)
     after_overflow = _scales(1, [False] * 10 + [True] + [False] * interval)
     assert (after_overflow[10], after_overflow[-2], after_overflow[-1]) == (0.5, 0.5, 1)

@@ -1,5 +1,5 @@
-"""Networks of transformers and torchvision, with dropout. Cut at all places at once, they compute what they
-compute whole. Skipped if the libraries are not installed; twins.py has the patterns.
+"""Cuts networks of transformers and torchvision, with dropout, at all places at once. They compute the same
+as without cuts. Skipped if the libraries are not installed; twins.py has models with the same difficulties.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pipedream.model.batches import parts_of
 from pipedream.splitting.cut_model import CutModel, cut_model
 from pipedream.splitting.split_check import check_cuts
 
-# Cuts are possible after these at least. They are the ends of blocks, where one would cut.
+# Places at which a cut must be possible: the ends of blocks, where a user would cut.
 _ENDS = {
     "gpt2": "transformer.h.0",
     "llama": "model.layers.0",

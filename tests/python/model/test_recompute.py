@@ -1,4 +1,5 @@
-"""recompute.py: the second forward draws the numbers of the first, and touches no buffer."""
+"""Tests recompute.py: the second forward draws the same random numbers as the first, and changes no
+buffer."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class _Counts(nn.Module):
 def test_buffers_are_afterwards_the_very_tensors_that_they_were_untouched(fails: bool) -> None:
     layer = _Counts()
     before = dict(layer._buffers)
-    # A replay of the forward must see the contents that it saw, so that is what it works on.
+    # The repeated forward works on the buffers' earlier contents, so that it computes the same again.
     try:
         with buffers_replayed(nn.Sequential(nn.Identity(), layer), []):
             assert layer(torch.zeros(1)).item() == 2

@@ -1,4 +1,5 @@
-"""references.py: finds the objects that hold tensors, and refuses a loss with something to train in it."""
+"""Tests references.py: finds the objects that hold tensors, and refuses a loss that holds trained
+parameters."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_cycles_end() -> None:
 
 
 class _NoLookups:
-    """An object that raises at a look-up of a name that it lacks; its slot has a private name."""
+    """An object that raises an error when a missing attribute is looked up. Its slot has a private name."""
 
     __slots__ = ("__weight", "empty")
 
@@ -125,7 +126,7 @@ def test_a_search_runs_none_of_the_users_code(keep: Any) -> None:
 
 
 def test_the_words_of_a_vocabulary_are_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A dict of 200,000 words took 5 s at each search, and a run has several.
+    # A search once took 5 s for a dict of 200,000 words, and a run makes several searches.
     made = []
     monkeypatch.setattr(references, "_Found", _noting(references._Found, made))
     words = [f"word {i}" for i in range(100)]
@@ -251,7 +252,8 @@ def test_a_loss_with_nothing_to_train_is_taken(loss_fn: Any) -> None:
 
 
 def test_a_class_is_no_loss() -> None:
-    # It can be called with two arguments, and fails in torch's words at the first minibatch.
+    # The class itself also accepts two arguments. It would fail at the first minibatch, with an unclear error
+    # of torch.
     with pytest.raises(
         TypeError, match=r"^loss_fn is the class MSELoss: make a loss of it, as MSELoss\(\) does$"
     ):

@@ -93,7 +93,7 @@ def test_a_stream_continues_where_it_was_left_and_leaves_the_outside_alone() -> 
         with stream:
             inside.append(torch.rand(()))
         outside.append(torch.rand(()))
-    # One draw at a time gives other numbers than one vector on some devices, not on the CPU's mt19937.
+    # On some devices single draws give other numbers than one draw of a vector. On the CPU they are equal.
     assert torch.equal(torch.stack(inside), expected_inside)
     assert torch.equal(torch.stack(outside), expected_outside)
 

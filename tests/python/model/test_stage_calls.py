@@ -1,6 +1,5 @@
-"""stage_calls.py: training, rehearsal and the layer sweep run a stage so that it computes what its layers
-compute.
-"""
+"""Tests stage_calls.py: a training, a rehearsal and the layer sweep compute the same as the stage's
+layers."""
 
 from __future__ import annotations
 

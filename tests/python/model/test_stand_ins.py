@@ -1,4 +1,4 @@
-"""stand_ins.py: parameters give up their memory in every place that holds them."""
+"""Tests stand_ins.py: parameters give up their memory in every place that holds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""structure.py: objects that hold values are taken apart and put together again, also in another process."""
+"""Tests structure.py: objects that hold values are taken apart and put together again, also in another
+process."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Record:
 
 
 class Output(OrderedDict[str, Any]):
-    """An output like Hugging Face's: a dataclass, and a dict that leaves out None."""
+    """Imitates an output of Hugging Face's models: a dataclass, and also a dict that leaves out fields that
+    are None."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""untouched.py: attributes of a module are put back. test_boundary.py has buffers, gradients and
-generators.
-"""
+"""Tests untouched.py: the attributes of a module are restored. test_boundary.py tests buffers, gradients and
+generators."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ def _num_hooks(model: nn.Module) -> int:
 
 
 def test_hooks_that_a_forward_installs_are_gone_and_those_before_stay() -> None:
-    """The hooks once stayed, but the attribute that says so was put back. The next forward installed the
-    hooks again, and a Mixtral whose router logits they collect had every value twice.
-    """
+    """The hooks once stayed, but the flag that says so was restored. The next forward installed the hooks
+    again. A Mixtral whose router logits they collect then had every value twice."""
     twin = TWINS["routed"]
     model, (inputs, _) = twin.model(), twin.data(1)[0]
     seen: list[str] = []
@@ -66,8 +64,7 @@ class _Recent(list[Tensor]):
 
 
 class _Remembers(nn.Module):
-    """A module that remembers its minibatches in every kind of attribute; its output depends on all of
-    them."""
+    """Remembers its minibatches in every kind of attribute. Its output depends on all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,9 +119,8 @@ class _Remembers(nn.Module):
 
 
 def test_what_a_forward_remembers_in_attributes_is_as_it_was() -> None:
-    """Only numbers and flags were once put back, without a word about the rest. When the training began, a
-    hidden state, a memory bank or a list had already seen the first minibatch twice or more.
-    """
+    """Once only numbers and flags were restored. So when the training began, a hidden state, a memory bank or
+    a list had already seen the first minibatch twice or more."""
     model, fresh, inputs = _Remembers(), _Remembers(), torch.ones(4, 2)
     for _ in range(2):
         bank, history = model.bank, model.history
@@ -137,7 +133,7 @@ def test_what_a_forward_remembers_in_attributes_is_as_it_was() -> None:
 
 
 def test_a_flag_that_says_what_is_trained_is_as_it_was() -> None:
-    """A model that froze itself under profile was trained frozen, or not, whatever its script said."""
+    """A model that freezes a layer while it is profiled was once trained with that layer frozen."""
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     with untouched([model]):
@@ -193,7 +189,8 @@ class _CountsInGlobals(nn.Module):
 
 
 def test_what_code_counts_in_global_names_is_as_it_was() -> None:
-    """A loss that grows with `global step` began some steps late, after a trace and a rehearsal."""
+    """A loss that grows with `global step` once began some steps too late: the trace and the rehearsal had
+    counted as steps."""
     model, value = _CountsInGlobals(), torch.ones(2)
     with untouched([model], _counting_loss):
         for _ in range(2):
@@ -230,7 +227,8 @@ class _CountsInObjects(nn.Module):
 
 
 def test_what_code_counts_in_global_objects_is_as_it_was() -> None:
-    """Trial runs counted ahead in all that is not a global name itself or a key of a dict."""
+    """Trial runs once changed counts in objects and lists; only global numbers and entries of dicts were
+    restored."""
     model, value = _CountsInObjects(), torch.ones(2)
     with untouched([model]):
         assert model(model(value)).tolist() == [4.0, 4.0]

@@ -1,4 +1,5 @@
-"""float32 masters of bfloat16 parameters: native optimizers and MasterWeights against the recipe by hand."""
+"""Compares native optimizers and MasterWeights, with float32 masters of bfloat16 parameters, with the same
+steps written out by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def _parameters(dtype: torch.dtype = _NARROW) -> list[nn.Parameter]:
-    """One lies in memory in another order than its dimensions, and one is float32 in any case."""
+    """Returns parameters. One has another order in memory than its dimensions have, and one is always
+    float32."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator).to(_NARROW) for shape in ((1000,), (7,), (4, 3, 2, 2))]
     drawn[2] = drawn[2].contiguous(memory_format=torch.channels_last)
@@ -112,7 +114,7 @@ def test_a_parameter_without_gradient_stays() -> None:
 
 
 def test_small_steps_add_up_in_the_master_alone() -> None:
-    """A step of 1e-4 is lost in a bfloat16 weight of 1."""
+    """A step of 1e-4 does not change a bfloat16 weight of 1."""
     weights = [nn.Parameter(torch.ones(1, dtype=_NARROW)) for _ in range(3)]
     optimizers: list[torch.optim.Optimizer] = [
         optim.SGD(weights[:1], lr=1e-4),
@@ -142,7 +144,7 @@ def test_groups_and_names_go_to_the_other_optimizer() -> None:
 
 
 def test_making_one_takes_no_memory_for_masters() -> None:
-    """A caller of local workers makes the optimizers of all stages, to try them."""
+    """A caller of local workers makes the optimizers of all stages once, to try them."""
     parameter = nn.Parameter(torch.ones(1, dtype=_NARROW).expand(1 << 40))
     optimizer = optim.MasterWeights(torch.optim.AdamW, [parameter], lr=0.1)
     assert not optimizer.state

@@ -1,4 +1,4 @@
-"""The native optimizers against torch.optim's: same numbers, same state, same schedulers, same refusals."""
+"""Compares the native optimizers with torch.optim's: the same numbers, state, schedulers and refusals."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_state_is_torchs_and_moves_both_ways(name: str, options: dict[str, Any])
         for index, state in torch_state.items()
         if any(value is not None for value in state.values())
     }
-    # Each continues from the other's state, with options that differ before they are loaded.
+    # Each optimizer continues from the other's state. Before the state is loaded, it has other options.
     native_next, torch_next = copies_of(torch_parameters), copies_of(native_parameters)
     native_again, torch_again = native_of(name)(native_next, lr=0.9), torch_of(name)(torch_next, lr=0.9)
     native_again.load_state_dict(of_torch.state_dict())
@@ -350,7 +350,7 @@ def test_state_lives_where_it_is_placed(name: str, options: dict[str, Any]) -> N
         if key not in ("step", "mu_product")
     ]
     assert {id(tensor) for tensor in kept} == {id(tensor) for tensor in placed}
-    # A loaded state is copied to where the old one was.
+    # A loaded state is copied into the memory of the old state.
     native.load_state_dict(of_torch.state_dict())
     kept = [
         value

@@ -17,7 +17,7 @@ _WIDTH = 64
 
 
 class _Watched(nn.Linear):
-    """Notes how many of the model's layers have values while it runs."""
+    """Records how many layers of the model have values while this layer runs."""
 
     others: list[nn.Linear]
     seen: ClassVar[set[int]] = set()
@@ -71,7 +71,7 @@ def test_buffers_are_on_meta_again() -> None:
 
 
 class _Aside(nn.Module):
-    """Leaves a number in an attribute, which code behind a cut reads."""
+    """Leaves a number in an attribute. Code behind a cut reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_where_it_does_not_fit_whole_that_is_said(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_layers_of_a_model_on_meta_drop_the_same_ones_at_random(seed: int) -> None:
-    """Each drew for itself which layers are dropped, and found others missing."""
+    """Each layer once drew by itself which layers are dropped. So layers that it needed were missing."""
     torch.manual_seed(seed)
     with torch.device("meta"):
         model = RandomlyDropped()

@@ -15,9 +15,8 @@ from torch import nn
 
 
 class _Passes:
-    """Two layers whose time is a function of their samples. The second takes twice as long as the first, and
-    backwards three times as long as forwards.
-    """
+    """Two layers whose times are a function of the number of samples. The second takes twice as long as the
+    first, and a backward three times as long as a forward."""
 
     layer_names = ("a", "b")
 
@@ -53,7 +52,7 @@ def assert_close(found: list[tuple[MicrobatchTimes, ...]] | None, pass_ms: dict[
 
 def test_a_microbatch_takes_what_all_pieces_take_on_the_average() -> None:
     assert_close(times_of(lambda samples: 1 + samples), {2: 5, 4: 3, 8: 2})
-    # Of six samples four pieces cannot be made, and three have two each.
+    # Six samples cannot be cut into four pieces. Three pieces have two samples each.
     assert_close(times_of(lambda samples: 1 + samples, 6), {2: 4, 3: 3})
 
 
@@ -63,7 +62,7 @@ def test_times_are_in_the_measure_of_the_profiles_own_mean() -> None:
 
 def test_pieces_that_seem_faster_in_sum_share_the_mean_of_their_neighbours() -> None:
     assert_close(times_of(lambda samples: {8: 8, 4: 5, 2: 2, 1: 2}[samples]), {2: 4.5, 4: 2.25, 8: 2})
-    # Where they share it with the whole minibatch, they take their share of it.
+    # If the whole minibatch is one of these neighbours, its time is divided among the pieces.
     assert_close(times_of(lambda samples: {8: 8, 4: 3, 2: 1.75, 1: 0.875}[samples]), {2: 4, 4: 2, 8: 1})
 
 
@@ -94,7 +93,7 @@ def test_a_minibatch_of_one_sample_has_no_microbatches_to_time() -> None:
 
 
 def test_a_profile_has_what_microbatches_of_its_model_take() -> None:
-    """A layer works alike at each call, however few its samples are, and batch norm refuses a single one."""
+    """The layer Work takes the same time for any number of samples. Batch norm refuses a single sample."""
 
     class Work(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

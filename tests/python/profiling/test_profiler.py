@@ -1,4 +1,4 @@
-"""profiler.py: what is measured and for how long. The model is left as it was."""
+"""Tests profiler.py: what it measures and for how long. It leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from twins import CHANGING, TWINS, cross_entropy
 
 
 class Record:
-    """Counts a layer's forwards outside the model, because everything that a model remembers is put back."""
+    """Counts a layer's forwards outside the model, because the profiler restores all attributes of the
+    model."""
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
@@ -131,8 +132,8 @@ class _Bags(nn.Module):
 
 
 def test_samples_are_counted_as_in_a_run_where_the_inputs_have_other_sizes() -> None:
-    # A batch was once taken to have as many samples as words. Rates were too high, and minibatches of other
-    # texts were not timed.
+    # A batch once counted as having as many samples as words. The rates were too high, and minibatches with
+    # other numbers of words were not timed.
     def batch(*lengths: int) -> Batch:
         offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         return (torch.randint(9, (sum(lengths),)), offsets), torch.randint(3, (len(lengths),))
@@ -164,7 +165,7 @@ def test_the_time_limit_ends_an_endless_stream_after_at_least_one_of_warm_up() -
 
 
 class Clock:
-    """Stands in for the machine's clock: time passes only where a test says so."""
+    """Replaces the machine's clock. Time passes only when a test says so."""
 
     now_s = 0.0
 
@@ -173,7 +174,7 @@ class Clock:
 
 
 class Costly(nn.Module):
-    """A layer whose forward and backward take as long as it is told."""
+    """A layer whose forward and backward take the given times."""
 
     def __init__(self, clock: Clock, forward_ms: float, backward_ms: float) -> None:
         super().__init__()
@@ -182,7 +183,7 @@ class Costly(nn.Module):
         self.num_forwards = 0
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        # What warms up is slow at first, and must not count.
+        # The first forwards are slow, as in a warm-up, and must not count.
         self.num_forwards += 1
         self.clock.pass_ms(self.forward_ms if self.num_forwards > 5 else 1000)
         return _Taking.apply(value * self.weight, self.clock, self.backward_ms)
@@ -397,7 +398,7 @@ class _Slow(torch.autograd.Function):
 
 
 class _SlowBranch(nn.Module):
-    """A layer of which a much later one reads the output too."""
+    """A slow layer whose output is read by the next layer and again by a later one."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -424,7 +425,7 @@ def test_the_time_of_a_part_of_the_forward_is_its_own_forward_and_backward(
 
 
 class _Hidden(nn.Module):
-    """Passes a value to later code in a way that no operation of torch's shows."""
+    """Passes a value to later code without an operation of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +466,8 @@ class _Late(_HiddenInModule):
 
 
 class _Appends(nn.Module):
-    """Later code reads what a hook has appended to a list, which a stage does that makes the call."""
+    """A hook appends an output to a list, and later code reads the list. Only a stage that runs the hooked
+    layer has that output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -497,7 +499,7 @@ def test_a_cut_that_changes_what_is_computed_is_left_out_and_the_log_names_it(
 
 
 class _Keeps(_HiddenInModule):
-    """Keeps something from one minibatch to the next, behind the last call before the end."""
+    """Keeps a value from one minibatch to the next. It does so after the last possible cut."""
 
     def __init__(self, kept: str) -> None:
         super().__init__()
@@ -685,7 +687,7 @@ def test_the_factors_of_fully_connected_layers_are_measured() -> None:
 
 
 class _Checkpointed(nn.Module):
-    """A layer that runs its forward again in the backward, and one that is given nothing."""
+    """Has a layer that runs its forward again in the backward, and a layer whose input has no elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -806,7 +808,8 @@ def test_a_place_whose_call_some_minibatches_leave_out_is_no_cut(caplog: pytest.
     everywhere = cut_model(model, *data[0], cross_entropy).layer_names
     assert "blocks.0.linear" in everywhere
     measured = profile(model, data, cross_entropy, minibatches=12)
-    # Every block leaves itself out now and then. Its own end, in its parent's code, is always reached.
+    # A cut inside a block is not offered, because each block is left out now and then. A cut at a block's end
+    # is offered.
     assert set(measured.cuts or ()) == {"first", *(f"blocks.{index}" for index in range(6))}
     assert [layer.name for layer in measured.layers] == [*(measured.cuts or ()), "last"]
     assert sum(layer.parameter_bytes for layer in measured.layers) == sum(
