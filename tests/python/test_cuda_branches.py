@@ -1,8 +1,6 @@
-"""The branches that ask torch.cuda, tested on a stand-in for its functions (tests/cuda_double.py).
-
-Without a GPU no other test reaches these branches. Branches for tensors on a device stay untested here: the
-native optimizers' launch, the asynchronous server's stream, the meter of links, and residuals of codecs.
-"""
+"""Tests the branches that ask torch.cuda, on a stand-in for its functions (tests/cuda_double.py). Without a
+GPU no other test reaches these branches. Not tested are branches for tensors on a device: the native
+optimizers' launch, the asynchronous server's stream, the meter of links, and residuals of codecs."""
 
 from __future__ import annotations
 

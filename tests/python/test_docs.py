@@ -1,5 +1,5 @@
-"""The documents, and the reference that Sphinx makes of the docstrings. Tests that need Sphinx are skipped
-if it is not installed."""
+"""Tests the documents, and the reference that Sphinx makes from the docstrings. Tests that need Sphinx are
+skipped if it is not installed."""
 
 from __future__ import annotations
 

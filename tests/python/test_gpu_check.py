@@ -1,5 +1,5 @@
-"""tools/gpu_check.py: the steps that it would run, and its report of steps that fail, hang or find no
-time."""
+"""Tests tools/gpu_check.py: the steps that it would run, and its report about steps that fail, hang or are
+left out for lack of time."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _batches(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _tolerance(optimizer: str) -> float:
-    # Muon orthogonalises in bfloat16, whose rounding depends on the order of a product's sums.
+    # Muon computes matrix products in bfloat16. Their rounding depends on the order of the additions.
     return 1e-4 if optimizer == "Muon" else 1e-8
 
 

@@ -1,4 +1,4 @@
-"""Tensors that go to the core: what it could not read by its address is refused by name."""
+"""Tests tensors that go to the core: a tensor that the core cannot read by its address is refused by name."""
 
 from __future__ import annotations
 

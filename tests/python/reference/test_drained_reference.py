@@ -1,6 +1,5 @@
-"""The reference with boundaries at which the pipeline drains. Each part is a run of its own, which starts
-from what the part before has left.
-"""
+"""Tests the reference with boundaries at which the pipeline drains. The part between two boundaries is a run
+of its own, which starts from the state at the end of the part before."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The reference is plain training if no version is delayed. Otherwise it is the loop that one would write by
-hand.
-"""
+"""Tests the reference. If no version is delayed, it is plain training. Otherwise it equals a loop that is
+written out by hand here."""
 
 from __future__ import annotations
 
@@ -112,8 +111,8 @@ def test_several_stages_read_delayed_versions(case: Case, num_stages: int) -> No
     assert len(result.losses) == num_minibatches
     if case.draws:
         return
-    # Nothing is delayed at the first minibatch. Afterwards the weights differ from plain training's wherever
-    # a delayed stage has parameters.
+    # No stage is late at the first minibatch. Later the weights differ from plain training's at each stage
+    # that is late and has parameters.
     assert result.losses[0] == plain_losses[0]
     delayed_trains = any(
         p.requires_grad for layer in list(model)[: case.cuts[num_stages][-1]] for p in layer.parameters()
@@ -128,7 +127,8 @@ def _scale(weight: float) -> nn.Linear:
 
 
 def test_weights_follow_the_recursion_worked_out_by_hand() -> None:
-    # loss_i = (c b a x_i - y_i)^2 of three stages a, b, c; a is read two versions old, b one, c new.
+    # loss_i = (c b a x_i - y_i)^2, with one factor at each of three stages. Minibatch i reads version i - 2
+    # of a, version i - 1 of b and version i of c.
     rate = 0.05
     samples = [(0.5, 1.0), (-1.0, 0.3), (0.8, -0.2), (1.2, 0.7), (0.1, 0.1), (-0.4, 0.9)]
     a, b, c = [0.7], [-0.4], [1.1]
@@ -165,7 +165,7 @@ def test_versions_follow_the_plans_in_flight() -> None:
 
 
 def test_buffers_are_updated_in_the_order_of_the_minibatches() -> None:
-    # With a rate of zero every version is the same, so the statistics must be plain training's.
+    # With a rate of zero all versions are equal, so the statistics must be those of plain training.
     case = CASES["cnn"]
     plain, model = case.model(), case.model()
     still = functools.partial(torch.optim.SGD, lr=0.0)
@@ -205,7 +205,7 @@ def test_several_stages_repeat_with_a_seed_and_leave_the_global_generators_alone
 
 
 def test_a_stage_draws_the_same_numbers_wherever_else_the_model_is_cut() -> None:
-    # Dropout is in the first of two stages. Another cut in the rest must not shift its draws.
+    # Dropout is in the first stage. A cut elsewhere in the model must not change its masks.
     layers = [nn.Linear(8, 8).double(), nn.Dropout(0.5), nn.Linear(8, 8).double(), nn.Linear(8, 4).double()]
     data, still = CASES["mlp"].data(4), functools.partial(torch.optim.SGD, lr=0.0)
     results = [
@@ -245,7 +245,7 @@ def test_the_optimizer_is_called_once_per_stage_with_names_if_it_asks_for_them()
 
 
 def _is_running(name: str) -> bool:
-    """Whether a buffer is a batch norm's running statistic, which microbatches change."""
+    """Whether a buffer is a running statistic of a batch norm. Microbatches change these statistics."""
     return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
 
 
@@ -254,7 +254,7 @@ def _without_running(state: State) -> State:
 
 
 def _assert_trains_plainly(training: Training, relative: float = 1e-9) -> None:
-    """Losses and weights are those of a plain loop with gradient accumulation."""
+    """Asserts that losses and weights are those of a plain loop with gradient accumulation."""
     result, state = train_by_reference(training)
     losses, plain_state = train_plainly(training)
     assert_close_losses(result.losses, losses, relative)
@@ -263,12 +263,13 @@ def _assert_trains_plainly(training: Training, relative: float = 1e-9) -> None:
     assert_close_state(state, plain_state, relative)
 
 
-# Dropout draws from a stream per stage, so only one stage draws as a plain loop does.
+# With several stages dropout draws other masks than a plain loop, so models with dropout are left out.
 _NOT_DRAWING = [name for name, case in CASES.items() if not case.draws]
 
 
 def _pairs(schedules: tuple[str, ...], microbatch_counts: tuple[int, ...]) -> list[Row]:
-    """Rows with every pair of case, number of stages, microbatches and schedule."""
+    """Returns rows with every pair of values of case, number of stages, number of microbatches and
+    schedule."""
     factors = {
         "schedule": schedules,
         "num_stages": (1, 2, 3, 4),
@@ -288,14 +289,16 @@ def _name(row: Row) -> str:
 
 @pytest.mark.parametrize("row", _pairs(DRAINING, (1, 3, 4)), ids=_name)
 def test_schedules_that_drain_equal_plain_gradient_accumulation(row: Row) -> None:
-    # 6 samples in 4 microbatches are 2, 2 and 2; half of them would be too few.
+    # A minibatch of 6 samples in 4 microbatches gives pieces of 2, 2 and 2. A short last minibatch would have
+    # too few samples.
     _assert_trains_plainly(Training(**row, num_minibatches=4, short_last=row["microbatches"] < 4))
 
 
 _UNDELAYED_AT_ONE_STAGE = [name for name in (*DELAYED, "naive", *DRAINING) if name != "2bw"]
 
 
-# With one stage a schedule is a label: every schedule with two models, every model with one schedule or two.
+# With one stage all these schedules do the same. So each schedule is tested with two models, and each model
+# with one or two schedules.
 @pytest.mark.parametrize(
     ("case_name", "schedule"),
     [
@@ -327,7 +330,7 @@ def test_microbatches_count_by_their_samples() -> None:
 
 
 def _owner_stages(case: Case, num_stages: int, model: nn.Sequential) -> tuple[dict[str, int], set[str]]:
-    """Parameter name -> the stage that owns it, and the names of those that several stages use."""
+    """Returns (parameter name -> the stage that owns it, the names of parameters that several stages use)."""
     cuts = case.cuts[num_stages]
     stages_of: dict[int, set[int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -345,10 +348,9 @@ def _train_delayed(
     *,
     region: Callable[[], Any] = contextlib.nullcontext,
 ) -> tuple[list[float], State]:
-    """Trains as the versions say. A copy of the model takes the gradient of microbatch k, counted through the
-    run. Stage s of the copy has the weights of version_of(s, k). The gradients of a minibatch then change the
-    newest weights.
-    """
+    """Trains by hand, with the given versions. For microbatch k, counted through the run, stage s of a copy
+    of the model gets the weights of version_of(s, k), and the copy computes the gradients. The gradients of a
+    minibatch then change the newest weights."""
     case = training.case
     model = training.model()
     owners, tied = _owner_stages(case, training.num_stages, model)
@@ -398,7 +400,8 @@ def _train_delayed(
 
 
 def _by_hand(training: Training) -> tuple[Callable[[int, int], int], Callable[[int], int]]:
-    """The versions of a straight pipeline: of stage and microbatch, and of a tied parameter."""
+    """Returns two functions for a straight pipeline: the version that (stage, microbatch) reads, and the
+    version of a tied parameter that a microbatch reads."""
     depth, m = training.num_stages, training.microbatches
     if training.schedule == "pipedream":
         return (lambda s, k: max(0, (k - (depth - s - 1)) // m)), (lambda k: max(0, (k - (depth - 1)) // m))
@@ -419,7 +422,8 @@ def test_delayed_schedules_equal_a_hand_written_delayed_loop(row: Row) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_a_tied_parameter_is_read_at_one_version_by_all_its_stages(num_stages: int) -> None:
-    # This shows that the test above can fail: other versions at the last stage give other numbers.
+    # Shows that the test above can fail: with other versions of the tied parameter at the last stage the
+    # losses differ.
     training = Training("tied_apart", num_stages)
     result, _ = train_by_reference(training)
     version_of, _ = _by_hand(training)
@@ -430,7 +434,7 @@ def test_a_tied_parameter_is_read_at_one_version_by_all_its_stages(num_stages: i
 
 
 def test_a_tied_parameter_is_stashed_with_naive_too() -> None:
-    # All weights but the tied one stay as they are, so that nothing else can tell naive from stashing.
+    # Only the tied weight is trained. So nothing else can make a difference between naive and stashing.
     case = CASES["tied_apart"]
 
     def only_the_tied(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -454,7 +458,7 @@ def test_the_owner_of_a_tied_parameter_alone_has_it_in_its_optimizer() -> None:
         return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
 
     train_by_reference(Training("tied_apart", 4, optimizer=by_name))
-    # The last stage has nothing else, so no optimizer is made there.
+    # The last stage has only the tied parameter, which another stage owns. So no optimizer is made for it.
     assert seen == [
         ["0.weight"],
         ["1.conv.weight", "1.conv.bias"],
@@ -517,7 +521,7 @@ def test_naive_differs_from_stashing_once_a_stage_has_been_updated_in_between(
         training = Training(case_name, num_stages, microbatches=microbatches)
         stashing = train_by_reference(training)[0].losses
         naive = train_by_reference(replace(training, schedule="naive"))[0].losses
-        # The first backward of naive has the weights of its forward.
+        # In naive's first backward the weights are still those of its forward.
         assert naive[0] == stashing[0]
         assert all(math.isfinite(loss) for loss in naive)
         with pytest.raises(AssertionError, match="minibatch"):
@@ -526,7 +530,7 @@ def test_naive_differs_from_stashing_once_a_stage_has_been_updated_in_between(
 
 @pytest.mark.parametrize("training", [Training("mlp", 2), Training("frozen", 4)], ids=lambda t: t.case_name)
 def test_naive_is_stashing_where_no_stage_but_the_last_passes_a_gradient_on(training: Training) -> None:
-    # The backward of a linear layer reads its weight for the gradient of its input alone.
+    # The backward of a linear layer reads its weight only to compute the gradient of its input.
     stashing, state = train_by_reference(training)
     naive, naive_state = train_by_reference(replace(training, schedule="naive"))
     assert naive.losses == stashing.losses
@@ -535,8 +539,8 @@ def test_naive_is_stashing_where_no_stage_but_the_last_passes_a_gradient_on(trai
 
 @pytest.mark.parametrize("recompute", [None, True, [0], [1, 2]])
 def test_naive_is_the_recursion_worked_out_by_hand(recompute: Any) -> None:
-    # Three stages of two scales each: y = q (p x). The forward is at old weights, the backward at new ones,
-    # and p x, which it needs for q's gradient, is old unless the stage recomputes it.
+    # Each of three stages computes y = q (p x). Forwards read old weights, backwards new ones. The backward
+    # needs p x for the gradient of q; this product is from the forward, unless the stage recomputes it.
     rate, samples = 0.05, [(0.5, 1.0), (-1.0, 0.3), (0.8, -0.2), (1.2, 0.7), (0.1, 0.1), (-0.4, 0.9)]
     recomputed = {0, 1, 2} if recompute is True else set(recompute or [])
     former = [[(0.7, 1.2)], [(-0.4, 0.9)], [(1.1, 0.8)]]
@@ -574,15 +578,15 @@ def test_naive_is_the_recursion_worked_out_by_hand(recompute: Any) -> None:
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("case_name", CASES)
 def test_a_recomputed_forward_at_the_same_weights_changes_nothing(case_name: str, microbatches: int) -> None:
-    # With one minibatch in flight naive reads the same version twice, so only dropouts that are drawn
-    # anew or buffers that step twice could make a difference.
+    # With one minibatch in flight, naive reads the same version in forward and backward. So a recompute could
+    # only differ by new dropout masks, or by buffers that change twice.
     training = Training(
         case_name, 3, in_flight=(1, 1, 1), microbatches=microbatches, schedule="naive", num_minibatches=4
     )
     expected, expected_state = train_by_reference(training)
     for recompute in (True, (0, 2)):
         result, state = train_by_reference(replace(training, recompute=recompute))
-        # Up to the order in which a tied parameter's gradients are added.
+        # The results may differ by the order in which a tied parameter's gradients are added.
         assert_close_losses(result.losses, expected.losses, 1e-12)
         assert_close_state(state, expected_state, 1e-12)
     one_stage = replace(training, num_stages=1, in_flight=())
@@ -612,8 +616,8 @@ def test_naive_with_recompute_differs_from_naive() -> None:
 @pytest.mark.parametrize("schedule", DELAYED)
 @pytest.mark.parametrize("case_name", ["mlp", "cnn", "transformer", "tied", "tied_apart", "lstm"])
 def test_gradients_are_the_slopes_of_the_loss_at_the_versions_read(case_name: str, schedule: str) -> None:
-    """The step of plain gradient descent, seen at each stage, against central differences of the loss of the
-    unsplit model put together from the versions that minibatch 4 reads."""
+    """Compares steps of plain gradient descent with central differences of a loss. That is the loss of the
+    whole model with the versions that minibatch 4 reads at each stage."""
     num_stages, minibatch, rate = 3, 4, 0.05
     training = Training(
         case_name,
@@ -739,7 +743,7 @@ def test_autocast_is_around_each_stage_and_the_loss(case_name: str, num_stages: 
     result, state = train_by_reference(training)
     losses, expected = _train_delayed(training, version_of, tied_version_of, region=_BFLOAT16)
     assert result.losses == pytest.approx(losses, rel=1e-3)
-    # Bits of bfloat16 may flip where a tied parameter's gradients are added in another order.
+    # A tied parameter's gradients may be added in another order, which may change the last bits in bfloat16.
     assert_close_state(state, expected, 2e-2)
     if num_stages == 1:
         assert result.losses == losses
@@ -749,7 +753,8 @@ def test_autocast_is_around_each_stage_and_the_loss(case_name: str, num_stages: 
 
 
 class _Probe(torch.autograd.Function):
-    """Passes a value on, writes down the mean gradient that comes back, and spoils the weight's at will."""
+    """Passes a value on. In the backward it records the mean gradient, and makes the weight's gradient
+    infinite if the layer asks for that."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, probe: Any) -> torch.Tensor:
@@ -765,7 +770,8 @@ class _Probe(torch.autograd.Function):
 
 
 class _ProbeLayer(nn.Module):
-    """Its weight's gradient is 1, whatever the loss scale, but infinite in the backwards `overflows_at`."""
+    """A layer whose weight has the gradient 1, whatever the loss scale. In the backwards `overflows_at` the
+    gradient is infinite."""
 
     def __init__(self, overflows_at: tuple[int, ...]) -> None:
         super().__init__()
@@ -783,7 +789,8 @@ def _sum_of_outputs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 
 def _scales(overflows_at: list[tuple[int, ...]], schedule: str, **options: Any) -> tuple[list[float], Any]:
-    """The loss scale of each minibatch in units of the first one, and the layers. One layer per stage."""
+    """Trains with one layer per stage. Returns (the loss scale of each minibatch, divided by the first one,
+    the layers)."""
     layers = [_ProbeLayer(at) for at in overflows_at]
     result = reference.run(
         nn.Sequential(*layers),
@@ -802,11 +809,12 @@ def _scales(overflows_at: list[tuple[int, ...]], schedule: str, **options: Any) 
 
 
 def test_an_overflow_halves_the_loss_scale_once_and_skips_the_update_of_its_stage() -> None:
-    # Stage 0 of 3 first reads its update of minibatch 2 in minibatch 5. The activation of that minibatch
-    # tells the last stage. A second overflow before that, of the same scale, says nothing new.
+    # Stage 0 of 3 first reads the version of its update of minibatch 2 in minibatch 5. The activation of
+    # minibatch 5 tells the last stage about the overflow. A second overflow before that happened at the same
+    # scale, so it changes nothing.
     scales, layers = _scales([(2, 3), (), ()], "pipedream")
     assert scales == [1.0] * 5 + [0.5] * 5
-    # lr * gradient / scale: 1 per update at the first scale, 2 at the second.
+    # An update changes a weight by lr * gradient / scale: by 1 at the first scale, by 2 at the second.
     assert layers[0].weight.item() == -(3 * 1 + 5 * 2)
     assert layers[1].weight.item() == layers[2].weight.item() == -(5 * 1 + 5 * 2)
 
@@ -822,14 +830,16 @@ def test_the_last_stage_knows_its_own_overflow_at_the_next_minibatch() -> None:
 def test_where_the_pipeline_drains_all_stages_skip_together(schedule: str) -> None:
     scales, layers = _scales([(2,), (), ()], schedule, lr_scheduler=_STEP_LR)
     assert scales == [1.0] * 3 + [0.5] * 7
-    # The rate halves after every second update that was made: 2, 0 (skipped), 2, 2, 2, 1.
+    # The scheduler halves the rate after every second update that was made. So updates change the weight by
+    # 2, 0 (skipped), 2, 2, 2, 1, ...
     expected = 2 * 1 + 2 * (2 * 0.5 + 2 * 0.25 + 2 * 0.125 + 1 * 0.0625)
     assert [layer.weight.item() for layer in layers] == [-expected] * 3
 
 
 def test_2bw_tells_an_overflow_when_the_next_minibatch_but_one_starts() -> None:
     options: dict[str, Any] = {"schedule": "2bw"}
-    # A stage with several microbatches in flight has not updated the minibatch before when one starts.
+    # When a minibatch starts at a stage with several microbatches in flight, the update of the minibatch
+    # before is not made yet.
     scales, _ = _scales_of_2bw([(4, 5), ()], **options)
     assert scales == [1.0] * 4 + [0.5] * 6
     scales, _ = _scales_of_2bw([(), (4, 5)], **options)
@@ -837,7 +847,7 @@ def test_2bw_tells_an_overflow_when_the_next_minibatch_but_one_starts() -> None:
 
 
 def _scales_of_2bw(overflows_at: list[tuple[int, ...]], schedule: str) -> tuple[list[float], Any]:
-    """Does what _scales does, with two microbatches a minibatch; overflows_at counts microbatches."""
+    """Does what _scales does, with two microbatches per minibatch. overflows_at counts microbatches."""
     layers = [_ProbeLayer(at) for at in overflows_at]
     reference.run(
         nn.Sequential(*layers),
@@ -878,7 +888,8 @@ def test_running_statistics_step_once_a_minibatch_by_the_statistics_over_its_mic
         norm.momentum = momentum
     means, variances = torch.zeros(4).double(), torch.ones(4).double()
     for count, (inputs, _) in enumerate(data, start=1):
-        # Of the whole minibatch; the second norm's inputs are made by microbatches.
+        # The statistics are those of the whole minibatch. Microbatches change only the inputs of the second
+        # norm.
         values = model[0](inputs).detach().transpose(0, 1).flatten(1)
         share = momentum or 1 / count
         means = (1 - share) * means + share * values.mean(dim=1)

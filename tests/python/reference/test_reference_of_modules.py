@@ -1,4 +1,4 @@
-"""The reference of a module with a forward of its own. Its numbers are compared in tests/equivalence."""
+"""Tests the reference of a module with a forward of its own. tests/equivalence compares its numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The reference with replicated stages. It has the versions of the formulas, trains as with a larger batch if
-nothing is delayed, and otherwise is the loop that one would write by hand.
-"""
+"""Tests the reference with replicated stages. Versions follow the formulas. If no version is delayed, it
+equals training with larger minibatches; otherwise it equals a loop that is written out by hand here."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def _options(case: Case, data: Sequence[Any], **options: Any) -> dict[str, Any]:
 def _train_in_rounds(
     case: Case, model: nn.Module, data: Sequence[Any], minibatches_per_round: int
 ) -> list[float]:
-    """Plain training with gradient accumulation: one step per round, of the mean of its gradients."""
+    """Trains plainly with gradient accumulation: one step per round, by the mean of the round's gradients."""
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     losses = []
     for begin in range(0, len(data), minibatches_per_round):
@@ -89,7 +88,7 @@ def test_the_versions_that_are_read_are_the_schedules(schedule: str, num_replica
 
 @pytest.mark.parametrize("num_minibatches", [6, 7, 1])
 def test_data_parallel_equals_training_with_larger_minibatches(num_minibatches: int) -> None:
-    # A minibatch of all the samples that the replicas have; the last one has fewer.
+    # A large minibatch has the samples of all replicas. The last one has fewer.
     case = CASES["transformer"]
     data = case.data(num_minibatches)
     model, plain = case.model(), case.model()
@@ -135,8 +134,9 @@ def _scale(weight: float) -> nn.Linear:
 @pytest.mark.parametrize("num_minibatches", [12, 11, 10, 1])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_weights_follow_the_recursion_worked_out_by_hand(num_minibatches: int, staleness: int) -> None:
-    # loss_i = (c b a x_i - y_i)^2 of three stages a, b, c with 3, 2 and 1 replicas, and so 3, 2 and 1
-    # minibatches in flight at each: a is read two rounds old, b one, c new, all of them the staleness older.
+    # loss_i = (c b a x_i - y_i)^2, with one factor at each of three stages. These have 3, 2 and 1 replicas,
+    # and as many minibatches in flight at each replica. A minibatch reads a two rounds late, b one round late
+    # and c not late. A staleness adds to all three.
     rate = 0.05
     samples = [(math.sin(i + 1.0), math.cos(3.0 * i)) for i in range(num_minibatches)]
     weights = [[0.7], [-0.4], [1.1]]
@@ -191,8 +191,8 @@ class _Twice(nn.Module):
 def test_a_tied_weight_follows_the_recursion_worked_out_by_hand(
     replicas: tuple[int, int], staleness: int
 ) -> None:
-    # loss_i = (w w x_i - y_i)^2 with w at both stages. Its owner is the first; of its rounds of r_0 w is read
-    # n_0 - 1 and the staleness back, at both alike.
+    # loss_i = (w w x_i - y_i)^2. Both stages use w, and the first stage owns it. Both read the version that
+    # is n_0 - 1 rounds late at the owner, where a round has r_0 minibatches; a staleness comes on top.
     rate, num_minibatches = 0.05, 11
     samples = [(math.sin(i + 1.0), math.cos(3.0 * i)) for i in range(num_minibatches)]
     weights, total, losses = [0.7], 0.0, []
@@ -219,7 +219,7 @@ def test_a_tied_weight_follows_the_recursion_worked_out_by_hand(
 
 
 def test_replica_counts_change_no_dropout_mask() -> None:
-    # Nothing moves at a rate of 0, so that only the masks could differ.
+    # With a rate of 0 the weights stay the same, so only the masks could differ.
     case = CASES["dropout"]
     options = _options(case, case.data(6), optimizer=functools.partial(torch.optim.SGD, lr=0.0))
     straight = reference.run(case.model(), case.plan(2), **options).losses

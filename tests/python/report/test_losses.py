@@ -1,6 +1,5 @@
-"""losses.py: losses are read at once on the host, and one item later from a device. They come in order, and
-in time to stop a run.
-"""
+"""Tests losses.py: losses are read at once on the host, and one item later from a device. They are reported
+in order, and in time to stop a run."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ from pipedream.report.losses import LateLossRecord, LossRecord, make_loss_record
 
 
 class _Copier:
-    """Stands in for a device and its pinned memory: the loss may change after it was read, but not before."""
+    """Stands in for a device and its pinned memory. The loss may change after it was copied, but not
+    before."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -71,7 +71,8 @@ def test_a_late_record_reads_nothing_before_it_is_asked() -> None:
 
 
 def test_late_losses_are_reported_in_order_with_the_means_of_their_own_minibatches() -> None:
-    # As gpipe has them: all forwards of a minibatch, then backwards; an empty microbatch closes the second.
+    # The order is that of gpipe: all forwards of a minibatch, then its backwards. The second minibatch ends
+    # with an empty microbatch.
     record, _, reported = _late()
     for value, weight in ((1.0, 0.5), (2.0, 0.25), (4.0, 0.25)):
         record.read_pending()

@@ -1,4 +1,4 @@
-"""The live display: plain lines off a terminal, a bar on one."""
+"""Tests the live display: plain lines if the output is no terminal, a bar on a terminal."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _MS = 1_000_000
 
 
 def _channel(name: str, sender: int, receiver: int) -> RunChannel:
-    # Without tensors, as rank 0 has those that are not at its own stages.
+    # The channel has no tensors. Rank 0 knows tensors only of channels at its own stages.
     edge = _core.Edge("activation" if sender < receiver else "gradient", sender, receiver)
     return RunChannel(name, 0, sender, receiver, [], 2, 4, 1, True, "int8", edge)
 
@@ -94,8 +94,8 @@ def _reports(wait_ns: int = 3 * _MS, clock: tuple[str, int] = ("a", 0)) -> list[
         _report(0, {_OUT: _stats(**sent), _BACK: _stats(wire_bytes_received=50)}),
         _report(1, {_OUT: _stats(**received), _BACK: _stats(transport="zmq/tcp")}, clock),
     ]
-    # Two items that overlap, the first copied and the second, longer, not; the first is no longer known at
-    # the receiver. And one back.
+    # Two items overlap on the first channel. The first was copied, the second, longer one was not, and the
+    # receiver no longer has times of the first. One item goes the other way.
     reports[0]["transfers"] = [
         {_OUT: [[0, 0, 64, 100, 110, 130, 120, 190], [1, 0, 48, 125, 126, 0, 127, 230]]},
         {_BACK: [[0, 0, 32, 500, 510]]},
@@ -303,7 +303,7 @@ def test_a_run_that_was_planned_again_says_so_in_its_title() -> None:
 
 
 def test_the_steady_time_leaves_out_what_lies_between_two_segments() -> None:
-    # 1 ms per minibatch, a pause of 100 ms before minibatch 6.
+    # A minibatch takes 1 ms. Before minibatch 6 there is a pause of 100 ms.
     reports = _reports()
     ends_ns = [_MS * (index + (100 if index >= 6 else 0)) for index in range(8)]
     for report, stage in zip(reports, (0, 1), strict=True):

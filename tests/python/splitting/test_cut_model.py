@@ -1,8 +1,6 @@
-"""cut_model.py and the code below it: a forward that is cut computes what the whole one does.
-
+"""Tests cut_model.py and the code below it: a forward that is cut computes the same as the whole forward.
 Everything that a cut does not give to a stage is NaN here. So equal numbers prove that the stage needs
-nothing else.
-"""
+nothing else."""
 
 from __future__ import annotations
 
@@ -127,7 +125,7 @@ def _assert_same(one: tuple[Tensor, State], other: tuple[Tensor, State]) -> None
     assert torch.equal(one[0], other[0])
     assert one[1].keys() == other[1].keys()
     for name, tensor in one[1].items():
-        # A value that three or more use, in several stages, is summed up in another order.
+        # If a value has three or more uses, in several stages, its gradients are added in another order.
         torch.testing.assert_close(tensor, other[1][name], rtol=1e-12, atol=1e-14, msg=name)
 
 
@@ -171,8 +169,8 @@ def test_one_stage_of_all_layers_is_the_model() -> None:
 
 def test_layers_are_named_by_the_call_that_ends_them() -> None:
     assert _cut("unet")[0].layer_names == ["down1", "down2", "bottom", "up2", "up1"]
-    # The blocks' relu is called twice; the end of its second call is the block's, and that of the last
-    # block is the end of all blocks.
+    # A block calls its relu twice. The end of the second call is also the end of the block, and in the last
+    # block the end of all blocks.
     assert _cut("residual")[0].layer_names == [
         "stem",
         *(
@@ -208,7 +206,7 @@ def test_stages_own_what_they_use_and_a_tied_parameter_is_of_both() -> None:
     assert first | last == {name for name, _ in cut.module.named_parameters()}
     (tie,) = find_ties(stages)
     assert (tie.stages, tie.names) == ((0, 1), ("words.weight", "words.weight"))
-    # Each makes the mask anew from a buffer that nobody writes.
+    # Each stage computes the mask again, from a buffer that never changes.
     assert all([name for name, _ in stage.stage_buffers()] == ["causal"] for stage in stages)
 
 
@@ -515,9 +513,8 @@ def test_a_model_that_fails_in_the_middle_is_left_as_it_was() -> None:
 
 
 class _Shortened(nn.Module):
-    """Returns its whole output, and the output's first two places. For a text of two tokens they are the
-    same.
-    """
+    """Returns its whole output, and the first two positions of it. For a text of two tokens the two are the
+    same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -554,7 +551,7 @@ def test_tensors_that_are_one_in_the_first_minibatch_alone_are_not_taken_for_one
 
 
 def test_what_only_a_later_minibatch_reads_is_nan_and_not_zero() -> None:
-    """A stage read the zeros that stood for what does not cross, and the training went on."""
+    """Values that do not cross the cut were once zeros. A stage read them, and the training went on."""
     cut = cut_model(LongOnes(), *_texts(2), cross_entropy)
     assert _names(cut) == ["first", "second"]
     assert bool(_in_stages(cut, [0], *_texts(3))[0].isfinite())
@@ -600,7 +597,8 @@ class _Asking(nn.Module):
 def test_what_becomes_another_kind_of_value_at_a_cut_is_refused_by_name(
     first: Any, later: Any, message: str
 ) -> None:
-    """A value that was None in the first minibatch was None behind the cut for ever."""
+    """A value that was None in the first minibatch once stayed None behind the cut in all later
+    minibatches."""
     model, x = _Asking(), torch.randn(2, WIDTH)
     model.giving.beside = first
     stage = cut_model(model, x, torch.zeros(2, dtype=torch.long), cross_entropy).at(["giving"]).stage(0, 0, 0)
@@ -620,7 +618,7 @@ def test_none_crosses_a_cut_for_a_tensor_and_for_a_stand_in() -> None:
 
 
 class _Codes(nn.Module):
-    """Returns what it was given with the nearest of a few whole numbers, and where that is odd."""
+    """Returns its input, an integer made from it, and whether that integer is odd."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         codes = x.detach().abs().sum(-1).long() % 4
@@ -628,7 +626,7 @@ class _Codes(nn.Module):
 
 
 class _Coded(nn.Module):
-    """Reads whole numbers or truths of its first part where a text is longer than two."""
+    """Reads the integers or the booleans of its first part, but only if a text is longer than two."""
 
     def __init__(self, reads: str) -> None:
         super().__init__()
@@ -646,7 +644,7 @@ class _Coded(nn.Module):
 
 
 def test_whole_numbers_that_only_a_later_minibatch_reads_are_no_index() -> None:
-    """They were 0, and the training went on with the table's first row."""
+    """The integers behind the cut were once 0, and the training went on with the table's first row."""
     cut = cut_model(_Coded("codes"), *_texts(2), cross_entropy)
     assert "second" in _names(cut)
     with pytest.raises(IndexError):
@@ -709,7 +707,8 @@ class _OwnRegion(nn.Module):
 
 @pytest.mark.parametrize("has_own_region", [False, True])
 def test_a_weight_that_is_used_twice_forbids_no_cut_under_autocast(has_own_region: bool) -> None:
-    """The cast that autocast had kept of the first use was read by the second, outside of return values."""
+    """autocast kept its cast of the weight for the second use. This cast crossed the cut outside of return
+    values, so the cut was once refused."""
     twin = TWINS["sharing"]
     model = _OwnRegion() if has_own_region else twin.model(torch.float32)
     cut = cut_model(

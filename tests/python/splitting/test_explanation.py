@@ -15,7 +15,7 @@ from twins import cross_entropy
 
 
 class _Skipping(nn.Module):
-    """A skip, random numbers between modules, and a value that goes around torch."""
+    """A model with a skip, random numbers between modules, and a value that passes by torch."""
 
     def __init__(self) -> None:
         super().__init__()

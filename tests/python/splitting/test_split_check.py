@@ -26,7 +26,8 @@ def _outcome(largest: float, other: float) -> _Outcome:
 
 
 def test_a_gradient_that_is_nothing_but_rounding_is_no_difference() -> None:
-    # Of a norm's bias in front of another one: of timm's levit_128s 25 of 141 cuts were left out for it.
+    # The gradient of a norm's bias in front of another norm is only rounding error. Because of it 25 of 141
+    # cuts of timm's levit_128s were once left out.
     assert not _difference(_outcome(0.306, 1.27e-7), _outcome(0.306, 0.88e-7), _FLOAT32)
 
 
@@ -48,7 +49,7 @@ def _texts(num_minibatches: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_a_little_state_that_the_outer_forward_carries_is_found_in_a_float32_model() -> None:
-    """Losses were compared to 1e-4, and gradients while there was no state."""
+    """Losses were once compared with a tolerance of 1e-4, and gradients only if the model had no state."""
     torch.manual_seed(5)
     model, data = Truncated(), _texts(2)
     cut = cut_model(model, *data[0], cross_entropy)
@@ -116,7 +117,8 @@ def test_a_model_may_be_cut_inside_a_module_that_draws_between_its_children() ->
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_model_that_drops_layers_at_random_may_be_cut_between_them(seed: int) -> None:
-    """A later minibatch calls what the traced one had dropped, of stand-ins of another precision."""
+    """A later minibatch may call a layer that was dropped while the model was traced. It calls it with
+    stand-ins of another dtype."""
     torch.manual_seed(seed)
     data = [(torch.randn(3, WIDTH), torch.arange(3)) for _ in range(2)]
     cut = cut_model(RandomlyDropped(), *data[0], cross_entropy)
@@ -183,7 +185,7 @@ def _listed(first: type[_Down], last: type[_Down]) -> tuple[nn.Sequential, _Kept
 def test_what_layers_of_a_list_keep_for_each_other_is_refused(
     first: type[_Down], last: type[_Down], words: str
 ) -> None:
-    """They trained on what the last forward of the profiler had left."""
+    """Such layers once trained on values that the profiler's last forward had left."""
     layers, kept = _listed(first, last)
     for model in (layers, list(layers)):
         with pytest.raises(ValueError, match=f"the model cut after layer 1 does not compute what .*{words}"):
@@ -222,7 +224,7 @@ _calls, _handed_on = 0, 0.0
 
 
 class _InGlobals(nn.Module):
-    """Counts its calls in a global name, and may hand on a number in one."""
+    """Counts its calls in a global name. May also pass a number to later code in a global name."""
 
     def __init__(self, *, hands_on: bool) -> None:
         super().__init__()
@@ -244,7 +246,8 @@ class _InGlobals(nn.Module):
 
 @pytest.mark.parametrize("hands_on", [False, True])
 def test_each_stage_has_global_names_of_its_own(hands_on: bool) -> None:
-    """A count of calls was taken for another loss, and a number for a later stage passed as if it crossed."""
+    """A count of calls was once mistaken for a difference of losses. A number for a later stage was once
+    accepted as if it crossed the cut."""
     data = [(torch.randn(3, WIDTH), torch.arange(3)) for _ in range(2)]
     cut = cut_model(_InGlobals(hands_on=hands_on), *data[0], cross_entropy)
     assert len(check_cuts(cut, data, cross_entropy)) == int(hands_on)
@@ -252,7 +255,7 @@ def test_each_stage_has_global_names_of_its_own(hands_on: bool) -> None:
 
 
 class _Scaled(nn.Module):
-    """Its scale is a tensor, a text that names one, or None."""
+    """A model whose scale is a tensor, a text that names a scale, or None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +278,7 @@ class _Scaled(nn.Module):
 def test_a_value_that_a_stage_refuses_comes_with_its_remedy_alone(
     first: Any, later: Any, remedy: str
 ) -> None:
-    """It was followed by advice on what is kept outside torch's operations."""
+    """The error once also had advice about values outside torch's operations, which did not apply."""
     data = [((torch.randn(3, WIDTH), scale), torch.arange(3)) for scale in (first, later)]
     cut = cut_model(_Scaled(), *data[0], cross_entropy)
     with pytest.raises(ValueError, match=remedy) as refused:
@@ -285,7 +288,7 @@ def test_a_value_that_a_stage_refuses_comes_with_its_remedy_alone(
 
 
 class _NoRoomInFloat64(nn.Module):
-    """Its third forward in float64, which the check of the cuts makes, has no memory left."""
+    """Runs out of memory in its third forward in float64, which belongs to the check of the cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +325,8 @@ def test_float64_is_for_gpus_that_are_made_for_it(
 def test_a_check_looks_for_what_modules_keep_no_oftener_than_it_puts_it_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The check once spent most of its time on that, at every stage and for both minibatches."""
+    """The check once spent most of its time in looking for such values, at every stage and for both
+    minibatches."""
     made: Counter[str] = Counter()
     for kind in (Attributes, GlobalNames):
 

@@ -1,4 +1,4 @@
-"""splitter.py: a model and a plan become stages that consist of the model's own layers."""
+"""Tests splitter.py: a model and a plan become stages that consist of the model's own layers."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class _LoosePlan:
 
 
 def test_stages_with_a_gap_are_refused() -> None:
-    # A Plan cannot have one; another object in its place can.
+    # A Plan cannot have a gap. An object of another class, given in its place, can.
     plan = _LoosePlan(Stage(0, 0), Stage(2, 2))
     with pytest.raises(ValueError, match="stage 1 of the plan has layers 2 to 2, but must start at layer 1"):
         check_split(_linears(3), plan)
@@ -228,7 +228,7 @@ def test_parameters_that_share_memory_without_being_one_are_refused() -> None:
     model[1].weight = nn.Parameter(model[0].weight.data)
     message = _refusal(model, straight_plan(2, ()))
     assert "'0.weight' and '1.weight' share memory" in message
-    # Neighbours in one block of memory, as recurrent layers on a GPU have them, are no overlap.
+    # Recurrent layers on a GPU have their weights side by side in one block of memory. These do not overlap.
     block = torch.zeros(8)
     model[0].weight, model[1].weight = (nn.Parameter(half.view(2, 2)) for half in block.chunk(2))
     check_split(model, straight_plan(2, (1,)))
@@ -258,7 +258,7 @@ class _Keeps(nn.Module):
 
 
 def test_a_view_of_a_parameter_that_was_made_once_is_refused() -> None:
-    # Such a view would show the initial weights for good. A copy in a worker process would as well.
+    # Such a view would show the initial weights for ever. So would a copy of it in a worker process.
     for view in (lambda weight: weight.t(), lambda weight: [weight.detach()[0]], lambda weight: weight.data):
         layer = _Keeps(None)
         layer.kept = view(layer.lin.weight)

@@ -1,4 +1,4 @@
-"""device_clock.py: the device's events say when each item was done, on the host's clock."""
+"""Tests device_clock.py: events of the device tell when each item was done, in times of the host's clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MS = 1_000_000
 
 
 class _Device:
-    """Stands in for a GPU with a clock of its own: work that is enqueued is done when the test says so."""
+    """Stands in for a GPU with a clock of its own. Enqueued work is done when the test says so."""
 
     def __init__(self) -> None:
         self.host_ns = 1_000 * _MS
@@ -73,7 +73,7 @@ class _Event:
 
 
 def _run_item(clock: DeviceClock, device: _Device, *parts_ms: float, launch_ms: float = 1) -> None:
-    """An item of several calls, each enqueuing so many ms of work."""
+    """Runs an item of several calls. Each call enqueues work of the given milliseconds."""
     for num_ms in parts_ms:
         clock.begin()
         device.enqueue(num_ms)
@@ -94,7 +94,7 @@ def test_items_are_told_when_the_device_is_done_with_them_and_not_before() -> No
     clock.tell_done()
     assert device.told == [(start_ns, start_ns + 10 * _MS)]
     clock.finish()
-    # Back to back, though the host launched it at 1 to 3 ms.
+    # The device did the items back to back, although the host launched the second one at 1 to 3 ms.
     assert device.told[1:] == [(start_ns + 10 * _MS, start_ns + 20 * _MS)]
 
 
@@ -108,7 +108,7 @@ def test_an_item_begins_when_its_own_work_does_and_not_when_it_was_asked_for() -
     device.pass_time(10)
     clock.tell_done()
     (_, (second_began, second_ended)) = device.told
-    # The device was idle. So the time of launching counts, as the device would have waited for the launch.
+    # The device was idle, so it had to wait for the launch. Therefore the time of the launch counts.
     assert second_began == began_ns
     assert second_ended == began_ns + 3 * _MS
 
@@ -139,8 +139,8 @@ def test_clocks_that_drift_apart_are_held_together(rate: float) -> None:
         _run_item(clock, device, 1.0)
         device.pass_time(9)
         clock.tell_done()
-    # Without this the times are wrong by more than 2 s. With it they are wrong by at most the time between
-    # the work and the look at it.
+    # Without the correction the times would be wrong by more than 2 s. With it they are wrong by at most the
+    # time from the end of the work until tell_done().
     began_ns, ended_ns = device.told[-1]
     assert device.host_ns - 10 * _MS <= began_ns < ended_ns <= device.host_ns
     assert all(earlier[1] <= later[0] for earlier, later in zip(device.told, device.told[1:], strict=False))

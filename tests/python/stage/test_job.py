@@ -12,7 +12,8 @@ from pipedream.stage.job import CallerSettings
 
 
 def _start_methods(settings: CallerSettings) -> tuple[str, str]:
-    """At a rank, which was spawned, and is afterwards as it was."""
+    """Returns the methods that a rank has after it applied these settings. Then restores the rank's own
+    settings."""
     own = CallerSettings.capture()
     settings.apply()
     found = multiprocessing.get_start_method(), torch.multiprocessing.get_sharing_strategy()

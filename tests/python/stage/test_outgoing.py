@@ -1,4 +1,4 @@
-"""outgoing.py: a tensor that is being sent does not change until it has been sent."""
+"""Tests outgoing.py: a tensor does not change while it waits to be sent."""
 
 from __future__ import annotations
 

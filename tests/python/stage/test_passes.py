@@ -1,4 +1,4 @@
-"""StagePasses: a stage's forward and backward are those of its layers, with and without recompute."""
+"""Tests StagePasses: a stage's forward and backward are those of its layers, with and without recompute."""
 
 from __future__ import annotations
 

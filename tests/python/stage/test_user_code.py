@@ -1,4 +1,4 @@
-"""user_code.py: what a run says of the user's errors, and how it times the user's code."""
+"""Tests user_code.py: the error that a run raises for an error in user code, and the timing of user code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Replicas of asynchronous shards in one thread, whoever is late: each gradient is applied once, in the order
-in which it comes, and the oracle computes the same numbers from that order. And how old a version may be, of
-every consistency."""
+"""Tests replicas of asynchronous shards in one thread, with every replica late at some time. Each gradient is
+applied once, in the order in which it comes, and the oracle computes the same numbers from that order. Also
+tests how old a version may be for each way to synchronise."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_the_oracle_computes_the_same_from_the_order_of_arrival(seed: int, width
         [SimpleNamespace(parts=record["parts"], replicas=record["order"]) for record in records],
         num_minibatches,
     )
-    # Their last stage may have been done with a later minibatch first.
+    # The oracle may get the minibatches in any order, because their last stage may have finished a later one
+    # first.
     for minibatch in generator.sample(range(num_minibatches), num_minibatches):
         named = replay.replicas[minibatch % num_replicas[0]].named
         oracle.add(minibatch, {name: _random(minibatch, parameter) for name, parameter in named}, 1.0)

@@ -1,4 +1,5 @@
-"""When factors are pushed, how they travel, and what is made of them."""
+"""Tests factors.py: when factors are pushed, in what form they are sent, and which gradient is computed from
+them."""
 
 from __future__ import annotations
 

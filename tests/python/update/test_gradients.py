@@ -1,4 +1,4 @@
-"""gradients.py: what becomes of a minibatch's gradients: measured, clipped, used, or left unused."""
+"""Tests gradients.py: a minibatch's gradients are measured, clipped, used or left unused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_figures_add_up() -> None:
 
 
 class _Tied:
-    """Stands for the tied parameters of a stage: notes the calls; slots as if two versions were kept."""
+    """Stands in for the tied parameters of a stage. Counts the updates; has slots as if two versions were
+    kept."""
 
     def __init__(self, versions: WeightVersions | None, received: list[Tensor | None]) -> None:
         self._versions = versions
@@ -78,7 +79,7 @@ class _Tied:
 
 
 class _Parts:
-    """A stage of two linear layers; the weight of the second is tied and owned here."""
+    """A stage of two linear layers. The weight of the second layer is tied, and this stage owns it."""
 
     def __init__(self, *, with_tie: bool = True) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False)).double()
@@ -126,7 +127,7 @@ def test_a_step_reads_one_version_writes_the_next_and_publishes_it() -> None:
     parts.gradients.take(0, 0)
     assert all(leaf.grad is None for leaf in parts.weights.own.leaves(0))
     parts.gradients.apply(0, 1, 0.5, run=lambda step: step())
-    # 1 - lr * 0.5 * 2, and of the tied one 1 - lr * 0.5 * 3.
+    # The stage's own weights become 1 - lr * 0.5 * 2, the tied weight becomes 1 - lr * 0.5 * 3.
     assert parts.contents(1) == [[0.0], [0.0], [-0.5]]
     assert parts.contents(0) == [[1.0]] * 3
     assert parts.tied.num_updates == 1
@@ -142,7 +143,7 @@ def test_a_skipped_step_copies_the_version_and_leaves_optimizer_and_scheduler_al
     assert parts.tied.num_updates == 1
     assert parts.gradients.take_overflow()
     assert not parts.gradients.take_overflow()  # told once
-    # The rate halves after every step that is taken: this is the first.
+    # The scheduler halves the rate after every step that is made. This is the first such step.
     parts.leave_gradients(1, 1.0)
     parts.gradients.take(1, 1)
     parts.gradients.apply(1, 0, 1.0, run=lambda step: step())
@@ -190,7 +191,7 @@ def test_figures_take_sparse_missing_and_empty_gradients() -> None:
 
 def test_float32_norms_are_added_in_float64() -> None:
     parts = _Parts(with_tie=False)
-    # 10 squares of 8e18 are beyond float32, though those of each gradient are not.
+    # The sum of 10 squares of 8e18 is too large for float32. The sum of a single gradient is not.
     for leaf in parts.weights.own.leaves(0):
         leaf.data = leaf.data.float()
         leaf.grad = torch.full_like(leaf, 8e18)
@@ -212,7 +213,7 @@ def test_bytes_are_of_the_gradients_that_are_there() -> None:
 def test_every_worker_gets_the_sum_of_all_bit_for_bit(num_workers: int) -> None:
     in_flight = list(range(num_workers, 0, -1))
     options = _core.ScheduleOptions("flush", in_flight, 2, exchanges_norms=True)
-    # Thirds, so that another order of adding would have other bits.
+    # The values are thirds, so that another order of additions would give other bits.
     given = [
         [GradientFigures((rank + step) / 3, rank == step) for rank in range(num_workers)] for step in range(3)
     ]

@@ -1,4 +1,4 @@
-"""LossScaling: what a stage says of overflows, and the scale that the last one takes."""
+"""Tests LossScaling: how stages report overflows, and which scale the last stage uses."""
 
 from __future__ import annotations
 

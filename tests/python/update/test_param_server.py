@@ -1,5 +1,5 @@
-"""Replicas in one thread, over queues in the place of the core's channels: each gradient is in exactly one
-update, whoever is late, and every replica has every version."""
+"""Tests replicas in one thread, with queues in the place of the core's channels. Whichever replica is late,
+each gradient is in exactly one update, and every replica gets every version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _NUM_SLOTS = 2
 
 
 class _Replica:
-    """Its weights are W; SGD with lr 1 makes version v + 1 = v - the mean gradient of round v."""
+    """A replica whose weights are all equal. SGD with lr 1 makes version v + 1 = version v - the mean
+    gradient of round v."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class _Replica:
         return [other for other in range(self.num_replicas) if other != self.replica]
 
     def backward(self, minibatch: int, value: float) -> None:
-        """By autograd, so that hooks see it: every gradient is the value."""
+        """Gives every parameter the gradient `value`, by autograd, so that its hooks are called."""
         self.server.begin_last_backward(minibatch, 1.0)
         loss = sum((leaf * value).sum() for leaf in self.weights.own.leaves(self.slot))
         assert isinstance(loss, Tensor)
@@ -149,7 +150,7 @@ def test_from_the_second_round_on_chunks_leave_during_the_backward() -> None:
 def test_of_several_minibatches_in_a_round_the_last_one_pushes_the_sum(
     num_minibatches: int | None, last: int
 ) -> None:
-    """Replica 0 of 2 has 4 and 6 of its second round, because rounds have 4 minibatches."""
+    """Rounds have 4 minibatches. Replica 0 of 2 has minibatches 4 and 6 of the second round."""
     links = ReplicaLinks()
     replica = _Replica(links, 0, 2, minibatches_per_round=4)
     links.known_end = num_minibatches
@@ -177,8 +178,8 @@ def test_a_gradient_that_grows_after_it_has_left_is_refused() -> None:
 
 
 class _FactoredReplica:
-    """A replica with a fully connected layer whose weight is factored and one whose weight is not; SGD with
-    lr 1."""
+    """A replica with two fully connected layers. The weight of one is pushed as factors, the weight of the
+    other is not. SGD with lr 1."""
 
     def __init__(self, links: ReplicaLinks, replica: int, num_replicas: int) -> None:
         self.links, self.replica, self.num_replicas = links, replica, num_replicas
@@ -334,7 +335,7 @@ def test_norms_count_factored_weights_once() -> None:
 
 @pytest.mark.parametrize("num_rounds_kept", [1, 2])
 def test_before_the_first_backward_of_a_round_older_ones_have_left(num_rounds_kept: int) -> None:
-    # Else gradients of more rounds than the memory is planned for could wait for a slow link.
+    # Otherwise gradients of more rounds than the memory was planned for could wait for a slow link.
     links = ReplicaLinks()
     replica = _Replica(links, 0, 3, num_rounds_kept=num_rounds_kept)
     replica.server.begin_backward()
@@ -348,8 +349,8 @@ def test_before_the_first_backward_of_a_round_older_ones_have_left(num_rounds_ke
 
 
 def test_what_leaves_during_a_backward_counts_beside_what_it_pushes() -> None:
-    """If it did not, memory that existed beside all of the round's gradients would count as none of
-    theirs."""
+    """Otherwise memory that exists at the same time as all gradients of the round would not count beside
+    them."""
     server = _Replica(ReplicaLinks(), 0, 2).server
     before = server.num_bytes(0)
     late: torch.Tensor | None = torch.empty(100, dtype=torch.uint8)

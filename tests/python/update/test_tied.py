@@ -21,7 +21,7 @@ _SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "m
 
 
 class _Use(nn.Module):
-    """A layer that has the tied parameter, and one of its own."""
+    """A layer with the tied parameter and a parameter of its own."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -41,7 +41,8 @@ def _gradient(minibatch: int, stage: int) -> float:
 
 
 def _contents(first_user: int, num_stages: int, first_minibatch: int) -> list[float]:
-    """Contents of the first version and of those after it, each one step of plain descent at rate 1."""
+    """Returns the tied parameter's value at the first version and after each update: plain descent with rate
+    1."""
     contents = [100.0]
     for minibatch in range(first_minibatch, _NUM_MINIBATCHES):
         contents.append(
@@ -110,8 +111,8 @@ def _assert_all_uses_agree(
     first_user: int = 0,
     first_minibatch: int = 0,
 ) -> set[str]:
-    """first_user: the stage that owns the parameter; all after it use it. first_minibatch: with which the
-    programs begin."""
+    """Runs the programs, and asserts that all uses read the same versions. first_user: the stage that owns
+    the parameter; all later stages use it. first_minibatch: the minibatch with which the programs begin."""
     modules, ties = _stages(len(in_flight), first_user)
     options = _core.ScheduleOptions(
         schedule, in_flight, microbatches, placement, ties=tie_pairs(ties), first_minibatch=first_minibatch
@@ -171,7 +172,8 @@ def test_two_stages_of_one_worker_hand_over_without_a_channel(microbatches: int)
 
 
 def _two_ties() -> tuple[list[StageModule], list[Tie]]:
-    """First: stages 0 and 2. Second: stages 1 and 2, of another shape."""
+    """Returns stages with two tied parameters. Stages 0 and 2 share the first one, stages 1 and 2 the second,
+    which has another shape."""
     first = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     second = nn.Parameter(torch.zeros(4, dtype=torch.float64))
 

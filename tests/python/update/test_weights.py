@@ -65,7 +65,7 @@ def test_a_recurrent_layer_and_tied_parameters_read_the_slot_at_all_their_places
 
 
 def test_writing_one_slot_leaves_a_graph_of_another_valid_and_its_gradients_right() -> None:
-    # Leaves that were plain views of one tensor would share its version counter and fail here.
+    # If the leaves were plain views of one tensor, they would share its version counter, and this would fail.
     layer = nn.Linear(2, 1, bias=False)
     versions = versions_of(stage_of(layer), 2)
     _fill(versions, 0, 3.0)
@@ -109,7 +109,8 @@ def _leave_slot(versions: WeightVersions, slot: int, value: float) -> None:
 
 
 def test_a_version_that_lies_outside_its_slot_is_copied_as_it_is() -> None:
-    # A flatten_parameters() in a forward, then a skipped fp16 step: the next version was an old one.
+    # A forward once called flatten_parameters(), and then a step was skipped because of float16. The next
+    # version then had an older version's values.
     versions = versions_of(stage_of(nn.Linear(2, 2)), 3)
     _leave_slot(versions, 0, 5.0)
     _leave_slot(versions, 2, 6.0)

@@ -64,7 +64,8 @@ def test_batch_norm_in_microbatches_is_told() -> None:
 
 
 class _Calling(nn.Sequential):
-    """Is no list of layers, so run() cuts it by a forward."""
+    """A Sequential with a forward of its own. So run() does not take it as a list of layers, but cuts its
+    forward."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = super().forward(inputs)
@@ -183,8 +184,8 @@ def test_gradients_more_than_one_update_late_are_told_with_what_would_not_be() -
     assert not _late_warnings(ScheduleOptions("pipedream", [4, 3, 2, 1], 3), _MOMENTUM)
     replicas = [2, 1, 1, 1]
     in_flight, placement = derive_in_flight(replicas), Placement.in_order(replicas, [0] * 4)
-    # Each of two replicas has half of the microbatches. With three in a minibatch, it has three of two
-    # minibatches.
+    # Each of two replicas has every second microbatch. With three microbatches per minibatch, three in a row
+    # at one replica belong to two minibatches.
     told_of = [
         _late_warnings(ScheduleOptions("unstashed", in_flight, m, placement), _MOMENTUM) for m in range(1, 5)
     ]
@@ -193,7 +194,8 @@ def test_gradients_more_than_one_update_late_are_told_with_what_would_not_be() -
 
 
 def test_what_vertical_sync_is_told_to_use_is_at_most_one_update_late() -> None:
-    """Its input stage's round ends at another microbatch than those of a stage with other replicas."""
+    """With unequal numbers of replicas, the input stage's rounds end at other microbatches than the rounds of
+    other stages."""
     replicas = [2, 1]
     placement = Placement.in_order(replicas, [0] * 2)
     late, in_time = (ScheduleOptions("vertical_sync", [2, 1], m, placement) for m in (1, 2))
@@ -280,7 +282,8 @@ class _Counting(nn.Module):
 
 
 def test_a_number_that_several_stages_of_a_worker_would_count_is_told() -> None:
-    """Trained by "interleaved" its losses were others than a plain loop's, without a word."""
+    """With schedule="interleaved" the losses of such a model once differed from a plain loop's, without a
+    warning."""
     model = _Counting()
     cut = cut_model(model, torch.ones(2, 2), torch.ones(2, 2), nn.functional.mse_loss)
     assert cut.counts == ("num_forwards",) and model.num_forwards == 0

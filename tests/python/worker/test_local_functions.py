@@ -1,4 +1,4 @@
-"""local_functions.py: functions that no worker can import by name arrive unchanged, or are refused."""
+"""Tests local_functions.py: functions that workers cannot import by name arrive unchanged, or are refused."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def _as_an_attribute(held: Any) -> Callable[..., Any]:
 def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused_by_what_it_holds(
     tmp_path: Path, held: Any, named: str, made: Callable[[Any], Callable[..., Any]], how: str
 ) -> None:
-    # A list that a loss collects its terms in, as a default, stayed empty at the caller without a word.
+    # A list as a default argument, in which a loss collects its terms, once stayed empty at the caller
+    # without a warning.
     said = f"<lambda> holds {named} {how}, of which each worker would have a copy"
     with pytest.raises(ValueError, match=re.escape("cannot be sent to the workers: ")) as refused:
         _sent(tmp_path, made(held))
@@ -112,7 +113,8 @@ def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused_by_wh
 
 
 def test_functions_and_methods_that_one_holds_come_with_it(tmp_path: Path) -> None:
-    """A function around another was refused, and so was a forward that calls the one that it replaces."""
+    """Two functions were once refused: one that wraps another, and a forward that calls the forward that it
+    replaces."""
     module = torch.nn.Linear(2, 2)
     former, twice = module.forward, lambda value: 2 * value
     module.forward = lambda value: twice(former(value))  # type: ignore[method-assign]
@@ -170,7 +172,7 @@ def test_one_whose_name_has_no_value_yet_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_of_a_notebook_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A worker would have its code, and none of the names that it reads.
+    # A worker would have the function's code, but not the notebook's names that it reads.
     notebook = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", notebook)
     exec("scale = 2\ndouble = lambda value: value * scale", vars(notebook))

@@ -1,4 +1,4 @@
-"""script_logging.py: log messages of a worker come out where the caller's would."""
+"""Tests script_logging.py: a worker's log messages appear where the caller's messages would appear."""
 
 from __future__ import annotations
 

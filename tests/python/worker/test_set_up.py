@@ -1,4 +1,4 @@
-"""set_up.py: in which order a worker does the steps before its first minibatch."""
+"""Tests set_up.py: the order of a worker's steps before its first minibatch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Watchful:
-    """Minibatches, and on how many more sockets the process listened when the first one was asked for."""
+    """Data that record on how many more sockets the process listens when the first minibatch is asked for."""
 
     def __init__(self) -> None:
         self.num_listening: list[int] = []

@@ -78,7 +78,7 @@ def patched(module: nn.Module) -> str:
 
 
 def test_a_method_arrives_as_its_function_and_its_object(tmp_path: Path) -> None:
-    """A method that was put into one object arrived as the class's."""
+    """A method that was put into one object once arrived as the method of its class."""
     model = nn.ModuleList([Named(), Named(), Named()])
     patched.__name__ = "name_of"  # as functools.wraps does
     try:
@@ -96,7 +96,7 @@ def test_a_method_arrives_as_its_function_and_its_object(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("size", [8, 1 << 16], ids=["in the pickle", "in a file"])
 def test_a_view_that_a_module_keeps_of_a_buffer_shares_its_memory_there(tmp_path: Path, size: int) -> None:
-    # The view was once a copy that did not follow the buffer: the loss was wrong, without a word.
+    # The view once arrived as a copy that did not follow the buffer. So the loss was wrong, without an error.
     model = nn.BatchNorm1d(size)
     model.half = model.running_mean[: size // 2]
     write_part(tmp_path, "model", model, "")
@@ -108,7 +108,7 @@ def test_a_view_that_a_module_keeps_of_a_buffer_shares_its_memory_there(tmp_path
 
 @pytest.mark.parametrize("full", ["model.pickle", "model.memory"])
 def test_a_full_temporary_folder_is_named_with_the_remedy(tmp_path: Path, full: str) -> None:
-    """It was said of the model that its classes should be defined elsewhere."""
+    """The error once advised the user to define the model's classes elsewhere."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / full).symlink_to("/dev/full")
@@ -137,7 +137,7 @@ def _sent_together(folder: Path, data: Any, **parts: Any) -> GraphReader:
 
 
 def test_what_the_loss_and_the_data_hold_of_the_model_is_the_workers_model_too(tmp_path: Path) -> None:
-    # Each was once a copy, so the loss saw the initial mean of the batch norm for ever.
+    # The buffers once arrived as separate copies, so the loss always saw the initial mean of the batch norm.
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     assert isinstance(model[1], nn.BatchNorm1d)
     with _sent_together(tmp_path, [model], model=model, loss_fn=_Centred(model[1])) as graph:
@@ -157,7 +157,7 @@ def test_what_the_loss_and_the_data_hold_of_the_model_is_the_workers_model_too(t
     ids=["tensors", "arrays", "arrays by columns", "TensorDataset"],
 )
 def test_readers_of_data_in_memory_map_them_from_one_file(tmp_path: Path, data: Any) -> None:
-    # Each reader once had a copy: at the start 400 MiB of data took 3.2 GB.
+    # Each reader once had a copy of its own. For 400 MiB of data that took 3.2 GB at the start.
     with _sent_together(tmp_path, data) as graph:
         read = graph.read("data")
     assert (tmp_path / "task.pickle").stat().st_size < 3000 < (tmp_path / "task.memory").stat().st_size

@@ -1,6 +1,5 @@
-"""weight_files.py: the error before a training whose weights could not be saved, and the files after a
-training.
-"""
+"""Tests weight_files.py: the error before a training whose weights could not be saved, and the files after a
+training."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def test_a_temporary_folder_without_that_room_ends_the_run_before_it_begins(
 def test_a_temporary_folder_in_host_memory_is_asked_for_room_and_none_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trained weights took memory twice for as long as the run took."""
+    """The trained weights once took their memory twice for the whole run."""
     try:
         made = tempfile.TemporaryDirectory(dir="/dev/shm")
     except OSError:

@@ -10,7 +10,7 @@ from pipedream.worker.worker_links import WorkerLinks
 
 
 class Noting:
-    """Notes its calls in a list that all of them share. Some of the calls raise an error."""
+    """Records its calls in a list that all objects of this class share. Some of the calls raise an error."""
 
     def __init__(self, calls: list[str], fails: str = "") -> None:
         self._calls = calls
@@ -27,7 +27,7 @@ class Noting:
 
 @pytest.mark.parametrize("fails", ["", "abort", "fail", "close"])
 def test_the_links_are_told_before_a_store_that_may_not_answer(fails: str) -> None:
-    # A store that is gone is waited for as long as the peer timeout, and the neighbours used to wait with it.
+    # A worker waits for a lost store for as long as peer_timeout. Its neighbours once waited with it.
     calls: list[str] = []
     rendezvous: Any = Noting(calls, fails)
     core: Any = Noting(calls, fails)
