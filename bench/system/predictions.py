@@ -44,6 +44,7 @@ from foreign_load import ForeignLoad
 from links import Link, can_make_links, run_ranks
 from pipedream import Plan, Profile, Stage, _core
 from pipedream.common.cpus import usable_cpus
+from pipedream.common.document import write_value
 from pipedream.launch.calibration import calibration_runs
 from pipedream.launch.measured_costs import Runs, runtime_costs
 from pipedream.planning.link_profile import LinkProfile
@@ -245,7 +246,7 @@ def calibrated(model: str, workers: int, transport: str = "auto") -> tuple[Profi
         minibatches=None,
         transport=transport,
     )
-    return replace(profile, runtime=runtime_costs(profile, plan, runs, usable_cpus()).to_dict()), runs
+    return replace(profile, runtime=write_value(runtime_costs(profile, plan, runs, usable_cpus()))), runs
 
 
 def predict_own_runs(model: str) -> list[float]:

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 from pipedream.cli import main
+from pipedream.common.document import write_value
 from pipedream.common.errors import WorkerLost
 from pipedream.launch import link_profiling, runner
 from pipedream.links.keys import load_keys
@@ -293,7 +294,7 @@ def test_profile_calibrates_where_asked(
 
     def calibrate(profile: Profile, *arguments: Any, **options: Any) -> Profile:
         given.extend([profile, arguments, options])
-        return replace(profile, runtime=FREE.to_dict())
+        return replace(profile, runtime=write_value(FREE))
 
     monkeypatch.setattr(calibration, "calibrate", calibrate)
     outcome = call("profile", "cli_target.py:make", "--calibrate", "3", "--output", "p.json")

@@ -7,12 +7,14 @@ name in front and raises FileFormatError. A user then sees "plan.json: stages[1]
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from pipedream.common.errors import FileFormatError
 
@@ -147,6 +149,78 @@ def require(fields: Mapping[str, Any], names: Iterable[str], where: str) -> None
         similar = [key for key in fields if unit and key.startswith(stem + "_")]
         hint = f": found {similar[0]!r}, the unit is {unit}" if similar and unit in ("ms", "bytes") else ""
         raise ValueError(f"{where}{name} is missing{hint}")
+
+
+def set_field(target: object, name: str, value: object) -> None:
+    """Sets a field of a frozen dataclass, whose checks convert values to their final types."""
+    object.__setattr__(target, name, value)
+
+
+def read_value(field: str, value: object, kind: Any) -> Any:
+    """Returns a file's value as this type: float, int, str, X | None, a tuple, a mapping, or a dataclass or
+    named tuple of such types. An object of the file may lack a field whose default is None or empty, and may
+    have fields that the class lacks.
+
+    Raises ValueError naming the field. If the class refuses a value, the field's name is put in front.
+    """
+    if kind in _CHECKS:
+        return _CHECKS[kind](field, value)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else read_value(field, value, arguments[0])
+    if origin is tuple:
+        items = check_list(field, value)
+        kinds = [arguments[0]] * len(items) if arguments[-1] is Ellipsis else arguments
+        if len(items) != len(kinds):
+            raise ValueError(f"{field} has {len(items)} entries: it must have {len(kinds)}")
+        pairs = enumerate(zip(items, kinds, strict=True))
+        return tuple(read_value(f"{field}[{index}]", item, one) for index, (item, one) in pairs)
+    given = check_object(field, value)
+    if origin is Mapping:
+        return {name: read_value(f"{field}.{name}", item, arguments[1]) for name, item in given.items()}
+    known = _fields_of(kind)
+    require(given, known.needed, f"{field}.")
+    names = [name for name in known.kinds if name in given]
+    values = {name: read_value(f"{field}.{name}", given[name], known.kinds[name]) for name in names}
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{field}.{error}") from None
+
+
+_CHECKS: dict[Any, Callable[[str, object], Any]] = {float: check_number, int: check_whole, str: check_text}
+
+
+def write_value(value: Any) -> Any:
+    """Returns the form of a value in a file, which read_value() reads. Fields that the file may lack are left
+    out if they are None or empty.
+    """
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {name: write_value(item) for name, item in value.items()}
+    if type(value) is tuple:
+        return [write_value(item) for item in value]
+    known = _fields_of(value.__class__)
+    items = {name: getattr(value, name) for name in known.kinds}
+    return {
+        name: write_value(item) for name, item in items.items() if name in known.needed or not _is_empty(item)
+    }
+
+
+class _Fields(NamedTuple):
+    kinds: dict[str, Any]
+    needed: tuple[str, ...]
+
+
+@functools.cache
+def _fields_of(kind: Any) -> _Fields:
+    parameters = inspect.signature(kind).parameters.values()
+    return _Fields(get_type_hints(kind), tuple(one.name for one in parameters if not _is_empty(one.default)))
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or value == () or value == {}
 
 
 def _shown(value: object) -> str:

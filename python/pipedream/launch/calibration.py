@@ -26,6 +26,7 @@ import torch
 
 from pipedream.common.checks import check_count
 from pipedream.common.cpus import usable_cpus
+from pipedream.common.document import write_value
 from pipedream.common.guard import check_main_guard
 from pipedream.common.own_rank import under_torchrun
 from pipedream.common.progress_bar import progress_bar
@@ -92,7 +93,7 @@ def calibrate(
         weights=weights,
         progress=progress,
     )
-    return replace(profile, runtime=runtime_costs(profile, plan, runs, usable_cpus()).to_dict())
+    return replace(profile, runtime=write_value(runtime_costs(profile, plan, runs, usable_cpus())))
 
 
 def calibration_runs(

@@ -20,6 +20,7 @@ import torch
 from pipedream import _core
 from pipedream.common.agreement import difference, settings_of
 from pipedream.common.checks import check_choice, check_output_file, is_number
+from pipedream.common.document import write_value
 from pipedream.common.errors import PeerLost, afterwards, describe_error, raise_failure
 from pipedream.common.guard import one_run_at_a_time
 from pipedream.common.own_rank import is_on_several_machines, is_rank_0, under_torchrun
@@ -224,7 +225,7 @@ class _Profiling:
 
     def _share(self, measured: list[MeasuredLink]) -> LinkProfile:
         rank, world_size, rendezvous = self._place.rank, self._place.world_size, self._place.rendezvous
-        rendezvous.publish(f"measured/{rank}", [link.to_dict() for link in measured])
+        rendezvous.publish(f"measured/{rank}", write_value(tuple(measured)))
         found = wait_for(rendezvous, [f"measured/{other}" for other in range(world_size)], no_word)
         links = tuple(MeasuredLink(**fields) for of_rank in found for fields in of_rank)
         if rank == 0:  # may host the store, so it waits until all have read

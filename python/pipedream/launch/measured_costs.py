@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pipedream.planning.formulas import parameter_bytes_of
-from pipedream.planning.item_cost import WORK_KINDS, ItemCost, Spread, Waking, waking_share
+from pipedream.planning.item_cost import WORK_KINDS, ItemCost, Spread, Waking, measured_spread, waking_share
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.runtime_costs import (
@@ -122,7 +122,7 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
         num_cores=host.num_cores,
         alone_speed=host.alone_speed,
         spread=_spread([straight_items, *cut_items.values()]),
-        wakings=tuple(wakings),
+        waking=tuple(wakings),
     )
 
 
@@ -197,7 +197,7 @@ def _spread(runs: Iterable[Items]) -> Spread:
     for items in runs:
         for key, rows in items.items():
             times[key.kind].append([item.work_ms for item in rows])
-    return Spread.measured(times)
+    return measured_spread(times)
 
 
 def _positions(

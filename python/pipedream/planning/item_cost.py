@@ -20,9 +20,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from pipedream.common.document import check_list, check_number, check_object, check_whole, require
+from typing import NamedTuple
 
 __all__ = [
     "COUNTED_MAX",
@@ -33,9 +31,10 @@ __all__ = [
     "Spread",
     "StageWaking",
     "Waking",
+    "measured_spread",
     "microbatch_counts",
+    "shuffler",
     "waking_share",
-    "wakings_from",
 ]
 
 WORK_KINDS = ("FORWARD", "BACKWARD", "UPDATE")
@@ -70,14 +69,21 @@ class ItemCost:
     Both are straight lines in 1 / m.
 
     measured: the times measured for some m, in ascending order of m. A measured time replaces the time by the
-    line. The time of a whole minibatch (m = 1) is always on the line. Between two measured m the distance
-    from the line is interpolated in 1 / m. Above the largest measured m the distance stays the same.
+    line. The time of a whole minibatch (m = 1) is always on the line. Between two measured m the time is
+    interpolated in 1 / m. Above the largest measured m the distance from the line stays the same.
+
+    Raises ValueError for measured times that are in another order.
     """
 
     first_ms: float = 0.0
     later_ms: float = 0.0
     minibatch_ms: float = 0.0
     measured: tuple[CutCost, ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = [row.num_microbatches for row in self.measured]
+        if counts != sorted({*counts} - {0, 1}):
+            raise ValueError(f"measured has num_microbatches {counts}: give ascending numbers, from 2 on")
 
     @classmethod
     def of_pieces(cls, whole_ms: float, pieces_ms: Mapping[int, tuple[float, float]]) -> ItemCost:
@@ -142,72 +148,28 @@ class ItemCost:
             total = total.plus(cost)
         return total.scaled(1 / len(costs))
 
-    def to_dict(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {name: getattr(self, name) for name in _LINE}
-        if self.measured:
-            figures["measured"] = [row._asdict() for row in self.measured]
-        return figures
-
-    @classmethod
-    def from_dict(cls, where: str, value: object) -> ItemCost:
-        """Raises ValueError naming the field."""
-        given = check_object(where, value)
-        require(given, _LINE, where + ".")
-        first_ms, later_ms, minibatch_ms = (check_number(f"{where}.{name}", given[name]) for name in _LINE)
-        rows = check_list(f"{where}.measured", given.get("measured", []))
-        measured = [_cut_from(f"{where}.measured[{index}]", row) for index, row in enumerate(rows)]
-        for one, following in itertools.pairwise(sorted(measured)):
-            if one.num_microbatches == following.num_microbatches:
-                raise ValueError(f"{where}.measured has {one.num_microbatches} microbatches twice")
-        return cls(first_ms, later_ms, minibatch_ms, tuple(sorted(measured)))
-
     def _of(self, num_microbatches: int) -> CutCost:
-        on_line = self._on_line(num_microbatches)
-        if not self.measured or num_microbatches == 1:
-            return on_line
-        fewer = CutCost(1, 0.0, 0.0)
-        for row in self.measured:
-            more = self._beside_line(row)
-            if row.num_microbatches >= num_microbatches:
-                return _sum(on_line, _between(fewer, more, num_microbatches))
-            fewer = more
-        return _sum(on_line, fewer)
+        points = (self._on_line(1), *self.measured)
+        for fewer, more in itertools.pairwise(points):
+            if num_microbatches <= more.num_microbatches:
+                gone = 1 / fewer.num_microbatches - 1 / num_microbatches
+                share = gone / (1 / fewer.num_microbatches - 1 / more.num_microbatches)
+                return CutCost(
+                    num_microbatches,
+                    fewer.first_ms + share * (more.first_ms - fewer.first_ms),
+                    fewer.later_ms + share * (more.later_ms - fewer.later_ms),
+                )
+        last, line = points[-1], self._on_line(num_microbatches)
+        last_on_line = self._on_line(last.num_microbatches)
+        return CutCost(
+            num_microbatches,
+            max(0.0, line.first_ms + (last.first_ms - last_on_line.first_ms)),
+            max(0.0, line.later_ms + (last.later_ms - last_on_line.later_ms)),
+        )
 
     def _on_line(self, num_microbatches: int) -> CutCost:
         of_samples_ms = self.minibatch_ms / num_microbatches
         return CutCost(num_microbatches, self.first_ms + of_samples_ms, self.later_ms + of_samples_ms)
-
-    def _beside_line(self, row: CutCost) -> CutCost:
-        on_line = self._on_line(row.num_microbatches)
-        return CutCost(row.num_microbatches, row.first_ms - on_line.first_ms, row.later_ms - on_line.later_ms)
-
-
-_LINE = ("first_ms", "later_ms", "minibatch_ms")
-
-
-def _between(fewer: CutCost, more: CutCost, num_microbatches: int) -> CutCost:
-    gone = 1 / fewer.num_microbatches - 1 / num_microbatches
-    share = gone / (1 / fewer.num_microbatches - 1 / more.num_microbatches)
-    return CutCost(
-        num_microbatches,
-        fewer.first_ms + share * (more.first_ms - fewer.first_ms),
-        fewer.later_ms + share * (more.later_ms - fewer.later_ms),
-    )
-
-
-def _sum(one: CutCost, other: CutCost) -> CutCost:
-    first_ms, later_ms = one.first_ms + other.first_ms, one.later_ms + other.later_ms
-    return CutCost(one.num_microbatches, max(0.0, first_ms), max(0.0, later_ms))
-
-
-def _cut_from(where: str, value: object) -> CutCost:
-    given = check_object(where, value)
-    require(given, CutCost._fields, where + ".")
-    return CutCost(
-        check_whole(f"{where}.num_microbatches", given["num_microbatches"], at_least=2),
-        check_number(f"{where}.first_ms", given["first_ms"]),
-        check_number(f"{where}.later_ms", given["later_ms"]),
-    )
 
 
 @dataclass(frozen=True)
@@ -222,25 +184,14 @@ class Waking:
     item pays the same milliseconds as a whole minibatch's.
     """
 
+    def __post_init__(self) -> None:
+        for kind in self.shares:
+            if kind not in WORK_KINDS:
+                raise ValueError(f"shares has {kind!r}: known are {', '.join(WORK_KINDS)}")
+
     def part(self, waited_ms: float) -> float:
         """Returns the share of the cost that an item pays after waiting for waited_ms, 0 to 1."""
         return min(1.0, waited_ms / self.after_ms) if self.after_ms > 0 else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"after_ms": self.after_ms, "shares": dict(self.shares)}
-
-    @classmethod
-    def from_dict(cls, where: str, value: object) -> Waking:
-        """Raises ValueError naming the field."""
-        given = check_object(where, value)
-        shares = check_object(f"{where}.shares", given.get("shares", {}))
-        for kind in shares:
-            if kind not in WORK_KINDS:
-                raise ValueError(f"{where}.shares has {kind!r}: known are {', '.join(WORK_KINDS)}")
-        return cls(
-            check_number(f"{where}.after_ms", given.get("after_ms", 0.0)),
-            {kind: check_number(f"{where}.shares.{kind}", share) for kind, share in shares.items()},
-        )
 
 
 def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> float:
@@ -248,12 +199,6 @@ def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> floa
     whole minibatch.
     """
     return sum(waking.shares.get(kind, 0.0) * waking.part(waited_ms) for waking in wakings)
-
-
-def wakings_from(where: str, value: object) -> tuple[Waking, ...]:
-    """Reads the wakings in a file. Raises ValueError naming the field."""
-    rows = check_list(where, value)
-    return tuple(Waking.from_dict(f"{where}[{index}]", row) for index, row in enumerate(rows))
 
 
 @dataclass(frozen=True)
@@ -274,57 +219,39 @@ class StageWaking:
 _DECK_SIZE = 20
 _NEIGHBOURS = 10  # items on each side whose mean an item is compared with: slow drifts are no spread
 
+Spread = Mapping[str, tuple[float, ...]]
+"""Factors by which items of a kind (FORWARD, BACKWARD, UPDATE) vary. An item takes its mean time multiplied
+by a factor. Items of a kind without factors take their mean time.
+"""
 
-@dataclass(frozen=True)
-class Spread:
-    """Factors by which items of a kind (FORWARD, BACKWARD, UPDATE) vary: an item takes its mean time
-    multiplied by a factor. Items of a kind without factors take their mean time.
-    """
-
-    factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-
-    @classmethod
-    def measured(cls, times: Mapping[str, Sequence[Sequence[float]]]) -> Spread:
-        """Makes the spread from measured times by kind of item. A row has the times of items that do the same
-        work, in the order in which they ran.
-        """
-        return cls(
-            {
-                kind: deck
-                for kind, rows in times.items()
-                if (deck := _deck([factor for row in rows for factor in _factors(row)]))
-            }
-        )
-
-    def shuffler(self) -> Callable[[int, str], list[float]]:
-        """Returns a function of a worker and a kind of item that returns the worker's next deck, shuffled.
-        Each worker has a random generator of its own.
-        """
-        randoms: dict[int, random.Random] = {}
-
-        def shuffled(worker: int, kind: str) -> list[float]:
-            if worker not in randoms:
-                randoms[worker] = random.Random(worker)
-            factors = self.factors[kind]
-            return randoms[worker].sample(factors, len(factors))
-
-        return shuffled
-
-    def to_dict(self) -> dict[str, list[float]]:
-        return {kind: list(factors) for kind, factors in self.factors.items()}
-
-    @classmethod
-    def from_dict(cls, name: str, value: object) -> Spread:
-        """Raises ValueError naming the field."""
-        factors = {}
-        for kind, row in check_object(name, value).items():
-            given = check_list(f"{name}.{kind}", row)
-            factors[kind] = tuple(check_number(f"{name}.{kind}[{i}]", one) for i, one in enumerate(given))
-        return cls(factors)
-
-
-EVEN = Spread()
+EVEN: Spread = {}
 """The spread in which every item takes the mean of its kind."""
+
+
+def measured_spread(times: Mapping[str, Sequence[Sequence[float]]]) -> Spread:
+    """Makes the spread from measured times by kind of item. A row has the times of items that do the same
+    work, in the order in which they ran.
+    """
+    return {
+        kind: deck
+        for kind, rows in times.items()
+        if (deck := _deck([factor for row in rows for factor in _factors(row)]))
+    }
+
+
+def shuffler(spread: Spread) -> Callable[[int, str], list[float]]:
+    """Returns a function of a worker and a kind of item that returns the worker's next deck, shuffled. Each
+    worker has a random generator of its own.
+    """
+    randoms: dict[int, random.Random] = {}
+
+    def shuffled(worker: int, kind: str) -> list[float]:
+        if worker not in randoms:
+            randoms[worker] = random.Random(worker)
+        factors = spread[kind]
+        return randoms[worker].sample(factors, len(factors))
+
+    return shuffled
 
 
 def _factors(times: Sequence[float]) -> list[float]:

@@ -23,8 +23,11 @@ from pipedream.common.document import (
     check_text,
     check_whole,
     read_document,
+    read_value,
     require,
+    set_field,
     write_document,
+    write_value,
 )
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, html_of, shorten
@@ -97,17 +100,17 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         check_text("name", self.name)
-        _set(self, "forward_ms", _checked_ms("forward_ms", self.forward_ms))
-        _set(self, "backward_ms", _checked_ms("backward_ms", self.backward_ms))
-        _set(self, "activation_bytes", check_whole("activation_bytes", self.activation_bytes))
-        _set(self, "parameter_bytes", check_whole("parameter_bytes", self.parameter_bytes))
-        _set(self, "frozen_bytes", check_whole("frozen_bytes", self.frozen_bytes))
+        set_field(self, "forward_ms", _checked_ms("forward_ms", self.forward_ms))
+        set_field(self, "backward_ms", _checked_ms("backward_ms", self.backward_ms))
+        set_field(self, "activation_bytes", check_whole("activation_bytes", self.activation_bytes))
+        set_field(self, "parameter_bytes", check_whole("parameter_bytes", self.parameter_bytes))
+        set_field(self, "frozen_bytes", check_whole("frozen_bytes", self.frozen_bytes))
         if self.saved_bytes is not None:
-            _set(self, "saved_bytes", check_whole("saved_bytes", self.saved_bytes))
+            set_field(self, "saved_bytes", check_whole("saved_bytes", self.saved_bytes))
         if self.factors is not None:
-            _set(self, "factors", tuple(self.factors))
+            set_field(self, "factors", tuple(self.factors))
         if self.microbatch_ms is not None:
-            _set(self, "microbatch_ms", tuple(self.microbatch_ms))
+            set_field(self, "microbatch_ms", tuple(self.microbatch_ms))
 
     @property
     def compute_ms(self) -> float:
@@ -127,12 +130,9 @@ class LayerProfile:
         if self.frozen_bytes:
             measured["frozen_bytes"] = self.frozen_bytes
         if self.factors is not None:
-            measured["factors"] = [
-                {name: value for name, value in weight._asdict().items() if value is not None}
-                for weight in self.factors
-            ]
+            measured["factors"] = write_value(self.factors)
         if self.microbatch_ms is not None:
-            measured["microbatch_ms"] = [row._asdict() for row in self.microbatch_ms]
+            measured["microbatch_ms"] = write_value(self.microbatch_ms)
         return {name: getattr(self, name) for name in _LAYER_FIELDS} | measured | self.extra
 
     def joined_with(self, other: LayerProfile) -> LayerProfile:
@@ -207,23 +207,23 @@ class Profile:
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _set(self, "layers", tuple(self.layers))
+        set_field(self, "layers", tuple(self.layers))
         if not self.layers:
             raise ValueError("layers is empty: a model has at least one layer")
         for name in ("model", "device"):
             if getattr(self, name) is not None:
                 check_text(name, getattr(self, name))
         if self.time_error is not None:
-            _set(self, "time_error", check_number("time_error", self.time_error))
+            set_field(self, "time_error", check_number("time_error", self.time_error))
         if self.runtime is not None:
             check_figures("runtime", check_object("runtime", self.runtime))
         if self.cuts is not None:
-            _set(self, "cuts", checked_cuts(self.cuts, len(self.layers)))
+            set_field(self, "cuts", checked_cuts(self.cuts, len(self.layers)))
         if self.max_shapes is not None:
-            _set(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
+            set_field(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
         for name in ("batch_size", "minibatches"):
             if getattr(self, name) is not None:
-                _set(self, name, check_whole(name, getattr(self, name), at_least=1))
+                set_field(self, name, check_whole(name, getattr(self, name), at_least=1))
 
     @property
     def num_layers(self) -> int:
@@ -417,41 +417,30 @@ def _factors_from(value: object, parameter_bytes: object) -> tuple[WeightFactors
     """Reads the factors in a file. parameter_bytes: the size of the layer that the weights belong to."""
     if value is None:
         return None
-    weights = []
-    for index, row in enumerate(check_list("factors", value)):
-        given = check_object(f"factors[{index}]", row)
-        names = ("weight_bytes", "factor_bytes")
-        require(given, names, f"factors[{index}].")
-        sizes = [check_whole(f"factors[{index}].{name}", given[name]) for name in names]
-        product_ms = given.get("product_ms")
-        if product_ms is not None:
-            product_ms = check_number(f"factors[{index}].product_ms", product_ms)
-        weights.append(WeightFactors(sizes[0], sizes[1], product_ms))
+    weights: tuple[WeightFactors, ...] = read_value("factors", value, tuple[WeightFactors, ...])
     weights_bytes = sum(weight.weight_bytes for weight in weights)
     if weights_bytes > check_whole("parameter_bytes", parameter_bytes):
         raise ValueError(
             f"factors have {weights_bytes} bytes of weights, and the layer has {parameter_bytes} of all its"
             " parameters: give weight_bytes of its own weights, each once, or leave factors out"
         )
-    return tuple(weights)
+    return weights
 
 
 def _microbatch_times_from(value: object) -> tuple[MicrobatchTimes, ...] | None:
     if value is None:
         return None
-    rows: list[MicrobatchTimes] = []
-    for index, row in enumerate(check_list("microbatch_ms", value)):
-        name = f"microbatch_ms[{index}]"
-        given = check_object(name, row)
-        require(given, MicrobatchTimes._fields, f"{name}.")
-        count = check_whole(f"{name}.num_microbatches", given["num_microbatches"], at_least=2)
-        if rows and count <= rows[-1].num_microbatches:
+    rows: tuple[MicrobatchTimes, ...] = read_value("microbatch_ms", value, tuple[MicrobatchTimes, ...])
+    before = 1
+    for index, (count, forward_ms, backward_ms) in enumerate(rows):
+        if count <= before:
             raise ValueError(
-                f"{name}.num_microbatches is {count}, not above the one before: list them in order"
+                f"microbatch_ms[{index}].num_microbatches is {count}, not above {before}: list them in order,"
+                " from 2 on"
             )
-        times = (_checked_ms(f"{name}.{field}", given[field]) for field in MicrobatchTimes._fields[1:])
-        rows.append(MicrobatchTimes(count, *times))
-    return tuple(rows)
+        _checked_ms(f"microbatch_ms[{index}]", max(forward_ms, backward_ms))
+        before = count
+    return rows
 
 
 def _times_of_both(
@@ -473,8 +462,3 @@ def _checked_ms(name: str, value: object) -> float:
     if time_ms > _TIME_MS_MAX:
         raise ValueError(f"{name} is {value}: it must be at most {_TIME_MS_MAX:g}, in milliseconds")
     return time_ms
-
-
-def _set(target: object, name: str, value: object) -> None:
-    # The dataclass is frozen for its users, but __post_init__ must convert values to their final types.
-    object.__setattr__(target, name, value)

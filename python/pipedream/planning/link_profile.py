@@ -13,14 +13,14 @@ from typing import Any
 
 from pipedream.common.document import (
     check_format,
-    check_list,
     check_number,
-    check_object,
-    check_text,
     check_whole,
     read_document,
+    read_value,
     require,
+    set_field,
     write_document,
+    write_value,
 )
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table
@@ -29,8 +29,6 @@ from pipedream.common.units import format_bandwidth
 __all__ = ["LinkProfile", "MeasuredLink"]
 
 _KIND, _VERSION = "links", 1
-_LINK_FIELDS = ("sender", "receiver", "bytes_per_s", "latency_us")
-_ERROR_FIELDS = ("bytes_per_s_error", "latency_error")
 
 
 @dataclass(frozen=True)
@@ -55,21 +53,11 @@ class MeasuredLink:
 
     def __post_init__(self) -> None:
         for name in ("sender", "receiver"):
-            _set(self, name, check_whole(name, getattr(self, name)))
+            check_whole(name, getattr(self, name))
         if self.sender == self.receiver:
             raise ValueError(f"receiver is {self.receiver}: a worker has no link to itself")
-        _set(self, "bytes_per_s", check_number("bytes_per_s", self.bytes_per_s, positive=True))
-        _set(self, "latency_us", check_number("latency_us", self.latency_us))
-        for name in _ERROR_FIELDS:
-            if getattr(self, name) is not None:
-                _set(self, name, check_number(name, getattr(self, name)))
-        if self.transport is not None:
-            check_text("transport", self.transport)
-
-    def to_dict(self) -> dict[str, Any]:
-        optional = {name: getattr(self, name) for name in (*_ERROR_FIELDS, "transport")}
-        known = {name: value for name, value in optional.items() if value is not None}
-        return {name: getattr(self, name) for name in _LINK_FIELDS} | known
+        check_number("bytes_per_s", self.bytes_per_s, positive=True)
+        check_number("latency_us", self.latency_us)
 
 
 @dataclass(frozen=True)
@@ -85,9 +73,9 @@ class LinkProfile:
     """Fields of the file that this version does not know. Saving writes them back unchanged."""
 
     def __post_init__(self) -> None:
-        _set(self, "num_workers", check_whole("num_workers", self.num_workers, at_least=2))
+        set_field(self, "num_workers", check_whole("num_workers", self.num_workers, at_least=2))
         ordered = tuple(sorted(self.links, key=lambda link: (link.sender, link.receiver)))
-        _set(self, "links", ordered)
+        set_field(self, "links", ordered)
         ends = [(link.sender, link.receiver) for link in ordered]
         ranks = range(self.num_workers)
         wanted = [(a, b) for a in ranks for b in ranks if a != b]
@@ -144,15 +132,15 @@ class LinkProfile:
         check_format(fields, _KIND, _VERSION, source)
         try:
             require(fields, ["num_workers", "links"], "")
-            links = check_list("links", fields["links"])
+            links = read_value("links", fields["links"], tuple[MeasuredLink, ...])
             extra = {n: fields[n] for n in fields if n not in {"format", "num_workers", "links"}}
-            return cls(fields["num_workers"], tuple(_link(i, link) for i, link in enumerate(links)), extra)
+            return cls(fields["num_workers"], links, extra)
         except ValueError as error:
             raise FileFormatError(f"{source}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         header = {"format": f"pipedream.{_KIND}/{_VERSION}", "num_workers": self.num_workers}
-        return header | self.extra | {"links": [link.to_dict() for link in self.links]}
+        return header | self.extra | {"links": write_value(self.links)}
 
     def __str__(self) -> str:
         headings = ("from", "to", "bandwidth", "known to", "latency", "known to", "by")
@@ -176,19 +164,3 @@ class LinkProfile:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
-
-
-def _link(link_index: int, value: object) -> MeasuredLink:
-    where = f"links[{link_index}]"
-    fields = check_object(where, value)
-    require(fields, _LINK_FIELDS, where + ".")
-    try:
-        optional: dict[str, Any] = {name: fields.get(name) for name in (*_ERROR_FIELDS, "transport")}
-        return MeasuredLink(**{name: fields[name] for name in _LINK_FIELDS}, **optional)
-    except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
-
-
-def _set(target: object, name: str, value: object) -> None:
-    # The dataclass is frozen for its users, but __post_init__ must convert values to their final types.
-    object.__setattr__(target, name, value)

@@ -26,6 +26,7 @@ from pipedream.common.document import (
     check_whole,
     read_document,
     require,
+    set_field,
     write_document,
 )
 from pipedream.common.errors import FileFormatError
@@ -42,7 +43,6 @@ from pipedream.planning.plan_stage import (
     derive_in_flight,
     is_counts,
     placement_of,
-    set_field,
     stage_counts,
     stage_from_dict,
 )

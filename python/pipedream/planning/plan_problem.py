@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pipedream.common.document import write_value
 from pipedream.planning.factor_rule import core_factors, factored_figures
 from pipedream.planning.formulas import StageLinks, formula_figures, samples_per_s
 from pipedream.planning.layer_profile import Profile
@@ -23,9 +24,16 @@ from pipedream.planning.plan_schedule import (
     profile_of_rounds,
     schedule_of,
 )
-from pipedream.planning.prediction import FEW_ROUNDS, STEADY_ROUNDS, predict_ms, steady_minibatches
+from pipedream.planning.prediction import (
+    FEW_ROUNDS,
+    STEADY_ROUNDS,
+    LinkCosts,
+    predict_ms,
+    steady_minibatches,
+)
 from pipedream.planning.program import rules_of
 from pipedream.planning.runtime_costs import FREE, RuntimeCosts, StageCosts, costs_of, runtime_of, stage_costs
+from pipedream.planning.simulator import SharedHost
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -151,7 +159,7 @@ class PlanProblem:
         predicted |= formula_figures(self.profile, stages, self.links_of(stages)) | self._costs(stages)
         plan = self._plan(stages, bottleneck_ms=None, predicted=predicted, in_flight=in_flight)
         best_ms, best_m = min((ms, m) for m, ms in self._times_by_microbatches(plan))
-        if spreads and self.runtime.spread.factors:
+        if spreads and self.runtime.spread:
             options = schedule_of(plan, self.schedule, best_m)
             num_items = steady_minibatches(plan, options) * plan.num_stages * best_m
             rounds = STEADY_ROUNDS if num_items <= _SPREAD_ITEMS_MAX else FEW_ROUNDS
@@ -221,12 +229,12 @@ class PlanProblem:
         predicted = formula_figures(self.profile, stages, links)
         figures: dict[str, Any] = {
             "stage_ms": self._stages_ms(Plan(stages), costs, self.microbatches),
-            "stage_costs": [cost.to_dict() for cost in costs],
-            **({} if drained is None else {"drained_costs": [cost.to_dict() for cost in drained]}),
-            **({"spread": self.runtime.spread.to_dict()} if self.runtime.spread.factors else {}),
-            **({"waking": [one.to_dict() for one in self.runtime.wakings]} if self.runtime.wakings else {}),
+            "stage_costs": write_value(tuple(costs)),
+            **({} if drained is None else {"drained_costs": write_value(tuple(drained))}),
+            **({"spread": write_value(self.runtime.spread)} if self.runtime.spread else {}),
+            **({"waking": write_value(self.runtime.waking)} if self.runtime.waking else {}),
             "links": [
-                {"one_way_ms": both_ms / 2, "latency_ms": max(self.runtime.latency_ms, latency_ms)}
+                write_value(LinkCosts(both_ms / 2, max(self.runtime.latency_ms, latency_ms)))
                 for both_ms, latency_ms in zip(predicted["boundary_ms"], links.latency_ms, strict=True)
             ],
         }
@@ -234,11 +242,8 @@ class PlanProblem:
         num_workers = sum(stage.num_replicas for stage in stages)
         workers_per_host = min(self.workers_per_host or 1, num_workers)
         if workers_per_host > 1 or self.runtime.alone_speed > 1:
-            figures["host"] = {
-                "num_workers": workers_per_host,
-                "num_cores": self.runtime.num_cores,
-                "alone_speed": self.runtime.alone_speed,
-            }
+            host = SharedHost(workers_per_host, self.runtime.num_cores, self.runtime.alone_speed)
+            figures["host"] = write_value(host)
         return figures
 
     def _stages_ms(self, plan: Plan, costs: Sequence[StageCosts], microbatches: int | None) -> list[float]:

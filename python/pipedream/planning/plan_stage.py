@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipedream.common.document import check_object, check_whole, require
+from pipedream.common.document import check_object, check_whole, require, set_field
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -29,7 +29,6 @@ __all__ = [
     "in_flight_in_phase",
     "placement_of",
     "ranks_of",
-    "set_field",
     "stage_counts",
     "stage_from_dict",
 ]
@@ -207,11 +206,6 @@ def stage_from_dict(stage_index: int, value: object) -> Stage:
         )
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
-
-
-def set_field(target: object, name: str, value: object) -> None:
-    """Sets a field of a frozen dataclass. Its checks use this to convert values to their final types."""
-    object.__setattr__(target, name, value)
 
 
 def derive_in_flight(stages: Sequence[Stage]) -> tuple[int, ...]:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pipedream.common.document import check_list, check_number, check_object, check_whole
-from pipedream.planning.item_cost import EVEN, Spread, StageWaking, wakings_from
+from pipedream.common.document import read_value
+from pipedream.planning.item_cost import EVEN, Spread, StageWaking, Waking
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_schedule import minibatches_per_body, schedule_of, versions_kept
-from pipedream.planning.runtime_costs import StageCosts, costs_of
+from pipedream.planning.runtime_costs import StageCosts, costs_of, predicted_rows
 from pipedream.planning.simulator import (
     SharedHost,
     Simulation,
@@ -39,6 +39,7 @@ __all__ = [
     "FEW_ROUNDS",
     "SIMULATED_ITEMS_MAX",
     "STEADY_ROUNDS",
+    "LinkCosts",
     "boundary_links",
     "predict_ms",
     "predict_ms_of_run",
@@ -183,22 +184,24 @@ def _timing_of(
 
     costs = costs_of(plan, drains=_core.drains_every_minibatch(schedule))
     assert costs is not None
-    wakings = wakings_from("predicted.waking", plan.predicted.get("waking", []))
+    predicted, m = plan.predicted, schedule.num_microbatches
+    wakings = read_value("predicted.waking", predicted.get("waking", []), tuple[Waking, ...])
     _check_counts(plan, costs, len(wakings))
-    m = schedule.num_microbatches
     versions = versions_kept(schedule)
-    host = _host_of(plan)
+    host: SharedHost | None = read_value("predicted.host", predicted.get("host"), SharedHost | None)
     is_alone = host is not None and host.num_workers == 1
     speed = host.speed(1) if host is not None and is_alone else 1.0
     shares = sync_shares or [SyncedBytes(1.0, 1.0)] * plan.num_stages
-    sizes = _parameter_bytes(plan)
+    sizes: list[float | None] = [None] * plan.num_stages
+    if predicted.get("stage_parameter_bytes") is not None:
+        sizes = predicted_rows(plan, "stage_parameter_bytes", float, plan.num_stages, "stages")
     return _Timing(
         [
             _times(*stage, schedule, speed)
             for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)
         ],
-        [_transfer(row, m) for row in boundary_links(plan)],
-        Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN,
+        [link.of_microbatch(m) for link in boundary_links(plan)],
+        read_value("predicted.spread", predicted.get("spread", {}), Spread) if spreads else EVEN,
         None if is_alone else host,
         StageWaking(wakings, [cost.waking_ms for cost in costs]),
     )
@@ -245,7 +248,7 @@ def _times(
             _update_ms(stage, cost, num_versions, of_owner) / speed for of_owner in shares
         )
     elif not schedule.asynchronous and share.pushed == share.pulled:  # no factors are pushed
-        exchange["num_chunks"] = cost.num_chunks
+        exchange["num_chunks"] = cost.num_chunks or 1
         exchange["updates_whole"] = schedule.exchanges_norms
         of_last = cost.backward.first if num_microbatches == 1 else cost.backward.later
         backward_ms = of_last(num_microbatches) / speed
@@ -274,53 +277,22 @@ def _update_ms(stage: Stage, cost: StageCosts, num_versions: int, share: float) 
     return update_ms + (share * stage.num_replicas - 1) * (of_shard_ms or 0.0)
 
 
-def _transfer(row: dict[str, Any], num_microbatches: int) -> TransferTimes:
-    one_way_ms = check_number("predicted.links.one_way_ms", row.get("one_way_ms")) / num_microbatches
-    back_ms = one_way_ms
-    if "back_ms" in row:  # set by simulate, if the two directions differ
-        back_ms = check_number("predicted.links.back_ms", row["back_ms"]) / num_microbatches
-    latency_ms = check_number("predicted.links.latency_ms", row.get("latency_ms"))
-    return TransferTimes(one_way_ms, back_ms, latency_ms)
+class LinkCosts(NamedTuple):
+    """How long a minibatch's tensors take over a boundary. An entry of `links` in a plan's `predicted`."""
+
+    one_way_ms: float
+    latency_ms: float
+    back_ms: float | None = None
+    """Time of the gradients, if it differs from one_way_ms."""
+
+    def of_microbatch(self, num_microbatches: int) -> TransferTimes:
+        back_ms = self.one_way_ms if self.back_ms is None else self.back_ms
+        return TransferTimes(self.one_way_ms / num_microbatches, back_ms / num_microbatches, self.latency_ms)
 
 
-def boundary_links(plan: Plan) -> list[dict[str, Any]]:
-    """Returns a calibrated plan's figures of its boundaries' links. Raises ValueError naming a field."""
-    rows = check_list("predicted.links", plan.predicted.get("links", []))
-    if len(rows) != plan.num_stages - 1:
-        raise ValueError(
-            f"predicted.links has {len(rows)} entries for {plan.num_stages - 1} boundaries: give one for each"
-        )
-    return [check_object(f"predicted.links[{index}]", row) for index, row in enumerate(rows)]
-
-
-def _parameter_bytes(plan: Plan) -> list[float | None]:
-    """Returns each stage's bytes of parameters, None if the plan does not have them. Raises ValueError naming
-    a field.
-    """
-    given = plan.predicted.get("stage_parameter_bytes")
-    if given is None:
-        return [None] * plan.num_stages
-    sizes = check_list("predicted.stage_parameter_bytes", given)
-    if len(sizes) != plan.num_stages:
-        raise ValueError(
-            f"predicted.stage_parameter_bytes has {len(sizes)} entries for {plan.num_stages} stages: give one"
-            " for each"
-        )
-    return [
-        check_number(f"predicted.stage_parameter_bytes[{index}]", size) for index, size in enumerate(sizes)
-    ]
-
-
-def _host_of(plan: Plan) -> SharedHost | None:
-    given = plan.predicted.get("host")
-    if given is None:
-        return None
-    fields = check_object("predicted.host", given)
-    return SharedHost(
-        num_workers=check_whole("predicted.host.num_workers", fields.get("num_workers"), at_least=1),
-        num_cores=check_whole("predicted.host.num_cores", fields.get("num_cores"), at_least=1),
-        alone_speed=check_number("predicted.host.alone_speed", fields.get("alone_speed")),
-    )
+def boundary_links(plan: Plan) -> list[LinkCosts]:
+    """Returns the costs of a calibrated plan's boundaries. Raises ValueError naming a field."""
+    return predicted_rows(plan, "links", LinkCosts, plan.num_stages - 1, "boundaries")
 
 
 FEW_ROUNDS = 8  # rounds simulated for each plan that a search scores

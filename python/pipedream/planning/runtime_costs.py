@@ -18,12 +18,12 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipedream.common.document import check_list, check_number, check_object, check_whole, require
+from pipedream.common.document import check_list, check_whole, read_value, require
 from pipedream.planning.factor_rule import factored_sum
-from pipedream.planning.item_cost import EVEN, WORK_KINDS, ItemCost, Spread, Waking, wakings_from
+from pipedream.planning.item_cost import EVEN, WORK_KINDS, ItemCost, Spread, Waking
 from pipedream.planning.layer_profile import LayerProfile, Profile, pass_costs
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.synced_bytes import num_chunks
@@ -41,6 +41,7 @@ __all__ = [
     "costed_for",
     "costs_of",
     "layer_cost_ms",
+    "predicted_rows",
     "runtime_of",
     "stage_costs",
 ]
@@ -63,10 +64,6 @@ class PositionCosts:
     forward_scale: float = 1.0
     backward_scale: float = 1.0
 
-    def to_dict(self) -> dict[str, Any]:
-        costs = {"forward": self.forward.to_dict(), "backward": self.backward.to_dict()}
-        return {field.name: getattr(self, field.name) for field in fields(self)} | costs
-
 
 @dataclass(frozen=True)
 class SyncCost:
@@ -86,7 +83,9 @@ class SyncCost:
 
 @dataclass(frozen=True)
 class RuntimeCosts:
-    """The calibration's figures, in milliseconds, shares, or milliseconds per byte."""
+    """The calibration's figures, in milliseconds, shares, or milliseconds per byte. Raises ValueError for a
+    position or kind of item without costs.
+    """
 
     positions: Mapping[str, PositionCosts]
     """Costs for each of POSITIONS."""
@@ -119,46 +118,15 @@ class RuntimeCosts:
     """The speed of a worker while the other workers of its machine wait, divided by its speed while num_cores
     of them compute; at least 1.
     """
-    spread: Spread = EVEN
+    spread: Spread
     """Factors by which single items differ from their mean time."""
-    wakings: tuple[Waking, ...] = ()
-    """The additional cost of items after their worker has waited. `waking` in a file."""
+    waking: tuple[Waking, ...]
+    """The additional cost of items after their worker has waited."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            **{field.name: getattr(self, field.name) for field in fields(self) if field.name != "wakings"},
-            "positions": {name: position.to_dict() for name, position in self.positions.items()},
-            "forward_share": self.forward_share.to_dict(),
-            "backward_share": self.backward_share.to_dict(),
-            "sync": {kind: asdict(cost) for kind, cost in self.sync.items()},
-            "spread": self.spread.to_dict(),
-            "waking": [waking.to_dict() for waking in self.wakings],
-        }
-
-    @classmethod
-    def from_dict(cls, value: object) -> RuntimeCosts:
-        """Raises ValueError naming the field."""
-        given = check_object("runtime", value)
-        names = ["waking" if field.name == "wakings" else field.name for field in fields(cls)]
-        require(given, names, "runtime.")
-        figures: dict[str, Any] = {
-            field.name: check_number(f"runtime.{field.name}", given[field.name])
-            for field in fields(cls)
-            if field.type == "float"
-        }
-        for name in ("forward_share", "backward_share"):
-            figures[name] = ItemCost.from_dict(f"runtime.{name}", given[name])
-        figures["wakings"] = wakings_from("runtime.waking", given["waking"])
-        sync = check_object("runtime.sync", given["sync"])
-        require(sync, WORK_KINDS, "runtime.sync.")
-        figures["sync"] = {kind: _sync_from(kind, sync[kind]) for kind in WORK_KINDS}
-        figures["spread"] = Spread.from_dict("runtime.spread", given["spread"])
-        figures["cut_bytes"] = check_whole("runtime.cut_bytes", given["cut_bytes"])
-        figures["num_cores"] = check_whole("runtime.num_cores", given["num_cores"], at_least=1)
-        positions = check_object("runtime.positions", given["positions"])
-        require(positions, POSITIONS, "runtime.positions.")
-        figures["positions"] = {name: _position_from(name, positions[name]) for name in POSITIONS}
-        return cls(**figures)
+    def __post_init__(self) -> None:
+        require(self.sync, WORK_KINDS, "sync.")
+        require(self.positions, POSITIONS, "positions.")
+        check_whole("num_cores", self.num_cores, at_least=1)
 
 
 _NO_SYNC = dict.fromkeys(WORK_KINDS, SyncCost())
@@ -175,6 +143,8 @@ FREE = RuntimeCosts(
     cut_bytes=0,
     num_cores=1,
     alone_speed=1.0,
+    spread=EVEN,
+    waking=(),
 )
 """The costs of a runtime that takes no time: only the profile's times and the links count."""
 
@@ -201,42 +171,21 @@ class StageCosts:
     """
     waking_ms: tuple[Mapping[str, float], ...] = ()
     """The additional cost of an item after a long wait: one mapping per waking, by kind of item."""
-    num_chunks: int = 1
-    """Number of chunks in which a shard is sent."""
+    num_chunks: int | None = None
+    """Number of chunks in which a shard is sent; None: 1."""
     push_leads: tuple[tuple[float, float], ...] = ()
     """For each owner of a shard, two shares of a backward: the share that remains when the first gradient
     chunk for this owner can be pushed, and the share that remains when the last one can. Empty: chunks are
     pushed after the backward.
     """
 
-    def to_dict(self) -> dict[str, Any]:
-        figures = {field.name: getattr(self, field.name) for field in fields(self)}
-        figures |= {"forward": self.forward.to_dict(), "backward": self.backward.to_dict()}
-        for name in ("waking_ms", "push_leads"):
-            figures[name] = [*figures[name]]
-            if not figures[name]:
-                del figures[name]
-        if self.num_chunks == 1:
-            del figures["num_chunks"]
-        return {name: value for name, value in figures.items() if value is not None}
-
-    @classmethod
-    def from_dict(cls, where: str, value: object) -> StageCosts:
-        given = check_object(where, value)
-        require(given, ("forward", "backward", "update_ms", "copy_ms", "shard_ms"), where + ".")
-        return cls(
-            forward=ItemCost.from_dict(f"{where}.forward", given["forward"]),
-            backward=ItemCost.from_dict(f"{where}.backward", given["backward"]),
-            update_ms=check_number(f"{where}.update_ms", given["update_ms"]),
-            copy_ms=check_number(f"{where}.copy_ms", given["copy_ms"]),
-            shard_ms=check_number(f"{where}.shard_ms", given["shard_ms"]),
-            sync_latency_ms=check_number(f"{where}.sync_latency_ms", given.get("sync_latency_ms", 0.0)),
-            push_ms=_optional_ms(where, given, "push_ms"),
-            shard_update_ms=_optional_ms(where, given, "shard_update_ms"),
-            waking_ms=_waking_from(f"{where}.waking_ms", given.get("waking_ms", [])),
-            num_chunks=check_whole(f"{where}.num_chunks", given.get("num_chunks", 1), at_least=1),
-            push_leads=_leads_from(f"{where}.push_leads", given.get("push_leads", [])),
-        )
+    def __post_init__(self) -> None:
+        for index, (first, last) in enumerate(self.push_leads):
+            if not last <= first <= 1:
+                raise ValueError(
+                    f"push_leads[{index}] is {[first, last]}: give what is left of the backward when the"
+                    " first chunk can leave, at most 1, and when the last one can, no more than that"
+                )
 
     def stage_ms(self, num_replicas: int, rounds: _core.Rounds) -> float:
         """Returns the time per minibatch of a stage with this many replicas, including copy_ms. Each replica
@@ -250,7 +199,7 @@ class StageCosts:
 
 def runtime_of(profile: Profile) -> RuntimeCosts | None:
     """Returns the calibration's figures; None if the profile was not calibrated."""
-    return None if profile.runtime is None else RuntimeCosts.from_dict(profile.runtime)
+    return None if profile.runtime is None else read_value("runtime", profile.runtime, RuntimeCosts)
 
 
 def stage_costs(
@@ -311,9 +260,9 @@ def stage_costs(
                 shard_update_ms=shard_update_ms if replicas > 1 else None,
                 waking_ms=tuple(
                     {kind: share * whole_ms[kind] for kind, share in waking.shares.items()}
-                    for waking in runtime.wakings
+                    for waking in runtime.waking
                 ),
-                num_chunks=num_chunks(num_bytes, replicas) if is_dense else 1,
+                num_chunks=num_chunks(num_bytes, replicas) if is_dense else None,
                 push_leads=_push_leads(layers, replicas) if is_dense and profile.is_of_host else (),
             )
         )
@@ -376,15 +325,20 @@ def costs_of(plan: Plan, *, drains: bool = False) -> list[StageCosts] | None:
     costs for schedules that drain.
     """
     name = "drained_costs" if drains and "drained_costs" in plan.predicted else "stage_costs"
-    given = plan.predicted.get(name)
-    if given is None:
+    if plan.predicted.get(name) is None:
         return None
-    rows = check_list(f"predicted.{name}", given)
-    if len(rows) != plan.num_stages:
-        raise ValueError(
-            f"predicted.{name} has {len(rows)} entries for {plan.num_stages} stages: give one per stage"
-        )
-    return [StageCosts.from_dict(f"predicted.{name}[{index}]", row) for index, row in enumerate(rows)]
+    return predicted_rows(plan, name, StageCosts, plan.num_stages, "stages")
+
+
+def predicted_rows(plan: Plan, name: str, kind: Any, count: int, of_what: str) -> list[Any]:
+    """Returns a list of the plan's `predicted`. kind: the type of an entry, for read_value(). Raises
+    ValueError naming a field, or if the list does not have `count` entries.
+    """
+    where = f"predicted.{name}"
+    rows = check_list(where, plan.predicted.get(name, []))
+    if len(rows) != count:
+        raise ValueError(f"{where} has {len(rows)} entries for {count} {of_what}: give one for each")
+    return [read_value(f"{where}[{index}]", row, kind) for index, row in enumerate(rows)]
 
 
 def costed_for(plan: Plan, *, drains: bool) -> Plan:
@@ -413,51 +367,3 @@ def _sending(cost: ItemCost, num_bytes: int, measured_bytes: int) -> ItemCost:
     if num_bytes == 0 or measured_bytes == 0:
         return cost
     return cost.growing(num_bytes / measured_bytes)
-
-
-def _position_from(name: str, value: object) -> PositionCosts:
-    where = f"runtime.positions.{name}"
-    given = check_object(where, value)
-    require(given, [field.name for field in fields(PositionCosts)], where + ".")
-    return PositionCosts(
-        ItemCost.from_dict(f"{where}.forward", given["forward"]),
-        ItemCost.from_dict(f"{where}.backward", given["backward"]),
-        *(
-            check_number(f"{where}.{name}", given[name])
-            for name in ("update_ms", "forward_scale", "backward_scale")
-        ),
-    )
-
-
-def _sync_from(kind: str, value: object) -> SyncCost:
-    where = f"runtime.sync.{kind}"
-    given = check_object(where, value)
-    names = [field.name for field in fields(SyncCost)]
-    require(given, names, where + ".")
-    return SyncCost(*(check_number(f"{where}.{name}", given[name]) for name in names))
-
-
-def _optional_ms(where: str, given: Mapping[str, Any], name: str) -> float | None:
-    return check_number(f"{where}.{name}", given[name]) if name in given else None
-
-
-def _leads_from(where: str, value: object) -> tuple[tuple[float, float], ...]:
-    leads = []
-    for index, row in enumerate(check_list(where, value)):
-        name = f"{where}[{index}]"
-        shares = [check_number(name, share) for share in check_list(name, row)]
-        if len(shares) != 2 or not shares[1] <= shares[0] <= 1:
-            raise ValueError(
-                f"{name} is {shares}: give what is left of the backward when the first chunk can leave, at"
-                " most 1, and when the last one can, no more than that"
-            )
-        leads.append((shares[0], shares[1]))
-    return tuple(leads)
-
-
-def _waking_from(where: str, value: object) -> tuple[dict[str, float], ...]:
-    rows = [check_object(f"{where}[{index}]", row) for index, row in enumerate(check_list(where, value))]
-    return tuple(
-        {kind: check_number(f"{where}[{index}].{kind}", ms) for kind, ms in row.items()}
-        for index, row in enumerate(rows)
-    )

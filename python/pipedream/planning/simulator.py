@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.document import check_number, check_whole
-from pipedream.planning.item_cost import EVEN, Spread, StageWaking
+from pipedream.planning.item_cost import EVEN, Spread, StageWaking, shuffler
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -215,8 +215,8 @@ def _conditions(
         "host": None if host is None else (host.num_workers, host.speeds()),
         "waking_after_ms": [one.after_ms for one in waking.wakings] if waking else [],
         "one_link": one_link,
-        "factors": spread.factors,
-        "shuffled": spread.shuffler(),
+        "factors": spread,
+        "shuffled": shuffler(spread),
     }
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipedream.common.document import check_list, check_number
+from pipedream.common.document import check_number, write_value
 from pipedream.common.table import format_table
 from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.factor_rule import check_has_factors, factored_sum
@@ -32,8 +32,8 @@ from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partition_arguments import check_microbatches
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_schedule import minibatches_of_round
-from pipedream.planning.prediction import boundary_links, simulate_programs
-from pipedream.planning.runtime_costs import costed_for, costs_of
+from pipedream.planning.prediction import LinkCosts, boundary_links, simulate_programs
+from pipedream.planning.runtime_costs import costed_for, costs_of, predicted_rows
 from pipedream.planning.simulator import (
     Simulation,
     StageTimes,
@@ -369,14 +369,7 @@ def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
 def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence[TransferTimes]) -> Plan:
     """Returns a calibrated plan with its costs replaced by the costs for these links."""
     of_boundaries = [
-        {
-            **link,
-            "one_way_ms": times.activation_ms,
-            "back_ms": times.gradient_ms,
-            "latency_ms": max(
-                check_number("predicted.links.latency_ms", link.get("latency_ms")), times.latency_ms
-            ),
-        }
+        write_value(LinkCosts(times.activation_ms, max(link.latency_ms, times.latency_ms), times.gradient_ms))
         for link, times in zip(boundary_links(plan), transfers, strict=True)
     ]
     of_stages = [
@@ -442,13 +435,12 @@ def _stage_times(
 
 def _speeds_of(plan: Plan) -> list[float]:
     """Returns each worker's speed from the plan, or 1 for each if the plan has no speeds."""
-    given, count = plan.predicted.get("speeds"), plan.workers_training
-    if given is None:
-        return [1.0] * count
-    speeds = check_list("predicted.speeds", given)
-    if len(speeds) != count:
-        raise ValueError(f"predicted.speeds has {len(speeds)} entries for {count} workers: give one for each")
-    return [check_number(f"predicted.speeds[{i}]", speed, positive=True) for i, speed in enumerate(speeds)]
+    if plan.predicted.get("speeds") is None:
+        return [1.0] * plan.workers_training
+    speeds = predicted_rows(plan, "speeds", float, plan.workers_training, "workers")
+    if not all(speeds):
+        raise ValueError(f"predicted.speeds is {speeds}: each must be positive")
+    return speeds
 
 
 def _boundary_bytes(plan: Plan, profile: Profile) -> list[int]:

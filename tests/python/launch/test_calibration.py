@@ -100,7 +100,7 @@ def test_known_costs_are_recovered_from_spans() -> None:
         assert position.backward.later(4) == pytest.approx(_OWN_MS["BACKWARD"], rel=1e-3)
         assert position.update_ms == pytest.approx(_OWN_MS["UPDATE"], rel=1e-3)
     assert costs.cut_bytes == 4000
-    assert all(factors == pytest.approx([1.0] * 20, abs=1e-3) for factors in costs.spread.factors.values())
+    assert all(factors == pytest.approx([1.0] * 20, abs=1e-3) for factors in costs.spread.values())
 
 
 def test_what_leaves_during_a_backward_is_a_cost_of_the_backward() -> None:
@@ -149,7 +149,7 @@ def test_what_waiting_costs_is_told_apart_from_what_items_take() -> None:
     }
     costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes), num_cores=2)
     assert costs.alone_speed == 1.0
-    [waking] = costs.wakings
+    [waking] = costs.waking
     assert waking.after_ms == pytest.approx(2.0)
     assert waking.shares == {kind: pytest.approx(0.5) for kind in ("FORWARD", "BACKWARD", "UPDATE")}
     assert costs.positions["first"].forward_scale == pytest.approx(3.0, rel=1e-3)
@@ -178,7 +178,7 @@ def test_what_long_waits_cost_is_seen_after_a_pause() -> None:
     }
     costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes), num_cores=2)
     assert costs.alone_speed == pytest.approx(2.0, rel=1e-3)
-    [waking] = costs.wakings
+    [waking] = costs.waking
     assert waking.after_ms == pytest.approx(10.0)
     assert waking.shares == {kind: pytest.approx(0.5, rel=1e-2) for kind in ("FORWARD", "BACKWARD", "UPDATE")}
 

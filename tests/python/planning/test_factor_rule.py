@@ -15,6 +15,7 @@ from all_plans import enumerate_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import _core
+from pipedream.common.document import write_value
 from pipedream.common.errors import FileFormatError
 from pipedream.planning.factor_rule import FACTOR_CODEC, are_smaller, factored_sum
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
@@ -352,7 +353,7 @@ def test_a_calibration_with_shorter_backwards_shortens_their_products() -> None:
     """
     positions = {name: replace(cost, backward_scale=0.01) for name, cost in FREE.positions.items()}
     layer = LayerProfile("fc", 0.0, 2.0, 0, 5000, factors=(WeightFactors(4000, 300, 2.0),))
-    profile = Profile((layer,), batch_size=8, runtime=replace(FREE, positions=positions).to_dict())
+    profile = Profile((layer,), batch_size=8, runtime=write_value(replace(FREE, positions=positions)))
     plan = partition(profile, 2, 1e13, cost_model="calibrated", codec=FACTOR_CODEC, replicas=[2])
     # A round has two minibatches. Its update computes the products of both replicas, 0.02 ms each.
     assert plan.bottleneck_ms == pytest.approx(2 * 0.02 / 2, rel=1e-2)
@@ -376,7 +377,7 @@ def _calibrated() -> Profile:
     """
     runtime = replace(FREE, update_ms_per_byte=0.001, copy_ms_per_byte=0.002, cut_bytes=1000)
     layer = LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=(WeightFactors(4000, 300, 0.25),))
-    return Profile((layer,), batch_size=8, runtime=runtime.to_dict())
+    return Profile((layer,), batch_size=8, runtime=write_value(runtime))
 
 
 def test_each_replica_updates_the_whole_of_what_goes_as_factors() -> None:
@@ -499,7 +500,7 @@ def test_a_calibrated_plan_by_factors_counts_the_rounds_of_the_schedule_that_is_
         LayerProfile("fc", 4.0, 8.0, 1000, 5000, factors=(WeightFactors(4000, 300, 2.0),)),
         LayerProfile("last", 4.0, 8.0, 0, 1000),
     )
-    profile, path = Profile(layers, batch_size=8, runtime=runtime.to_dict()), tmp_path / "plan.json"
+    profile, path = Profile(layers, batch_size=8, runtime=write_value(runtime)), tmp_path / "plan.json"
     asked: dict[str, Any] = {"codec": FACTOR_CODEC, "schedule": planned_for, "boundaries": [0]}
     partition(profile, 5, 1e9, cost_model="calibrated", replicas=[2, 3], **asked).save(path)
     plan = Plan.load(path)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipedream.common.document import read_value, write_value
 from pipedream.planning.item_cost import ItemCost
 
 _MS = st.floats(0.0, 100.0)
@@ -62,21 +63,21 @@ def test_what_grows_with_the_samples_grows_where_it_was_measured_too() -> None:
 
 def test_it_is_the_same_from_its_file() -> None:
     for cost in (ItemCost(1.0, 0.5, 2.0), ItemCost.of_pieces(1.0, {4: (0.5, 0.25), 2: (0.75, 0.5)})):
-        assert ItemCost.from_dict("item", cost.to_dict()) == cost
-    assert "measured" not in ItemCost(1.0).to_dict()
+        assert read_value("item", write_value(cost), ItemCost) == cost
+    assert "measured" not in write_value(ItemCost(1.0))
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([(1, 1.0, 1.0)], r"item.measured\[0\].num_microbatches is 1"),
+        ([(1, 1.0, 1.0)], r"item.measured has num_microbatches \[1\]: give ascending numbers, from 2 on"),
         ([(2, -1.0, 1.0)], r"item.measured\[0\].first_ms is -1.0"),
         ([(2, 1.0, "x")], r"item.measured\[0\].later_ms is 'x'"),
-        ([(2, 1.0, 1.0), (2, 2.0, 2.0)], "item.measured has 2 microbatches twice"),
+        ([(2, 1.0, 1.0), (2, 2.0, 2.0)], r"item.measured has num_microbatches \[2, 2\]"),
     ],
 )
 def test_a_file_that_says_what_cannot_be_is_refused(rows: list[tuple[Any, ...]], message: str) -> None:
     names = ("num_microbatches", "first_ms", "later_ms")
     measured = [dict(zip(names, row, strict=True)) for row in rows]
     with pytest.raises(ValueError, match=message):
-        ItemCost.from_dict("item", ItemCost(1.0, 1.0, 1.0).to_dict() | {"measured": measured})
+        read_value("item", write_value(ItemCost(1.0, 1.0, 1.0)) | {"measured": measured}, ItemCost)

@@ -126,7 +126,7 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
         (
             "microbatch_ms",
             [{"num_microbatches": 2, "forward_ms": 1, "backward_ms": 1}] * 2,
-            r"layers\[1\]\.microbatch_ms\[1\]\.num_microbatches is 2, not above the one before",
+            r"layers\[1\]\.microbatch_ms\[1\]\.num_microbatches is 2, not above 2",
         ),
         (
             "microbatch_ms",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pipedream.common.document import write_value
 from pipedream.common.errors import FileFormatError
 from pipedream.planning.formulas import StageLinks
 from pipedream.planning.layer_profile import LayerProfile, Profile
@@ -84,7 +85,7 @@ def test_between_finds_each_link_of_its_ends() -> None:
         ({"links": [{"sender": 0}]}, "links[0].receiver is missing"),
         (
             {"links": [fields()["links"][0] | {"bytes_per_s": 0}]},
-            "links[0].bytes_per_s is 0: it must be positive",
+            "links[0].bytes_per_s is 0.0: it must be positive",
         ),
         ({"links": [fields()["links"][0] | {"receiver": 0}]}, "a worker has no link to itself"),
     ],
@@ -145,7 +146,7 @@ def test_a_stage_is_replicated_where_its_ranks_share_a_machine() -> None:
 
 def test_the_calibrated_model_takes_the_longer_latency() -> None:
     profile = replace(
-        make_profile((4, 1000, 0), (4, 0, 0)), runtime=replace(FREE, latency_ms=0.005).to_dict()
+        make_profile((4, 1000, 0), (4, 0, 0)), runtime=write_value(replace(FREE, latency_ms=0.005))
     )
     plan = partition(profile, 2, make_links(2, {}, 1e9), cost_model="calibrated", boundaries=[0])
     assert plan.predicted["links"] == [{"one_way_ms": 0.001, "latency_ms": 0.01}]

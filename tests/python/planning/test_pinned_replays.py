@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from pipedream import _core
-from pipedream.planning.item_cost import Spread, StageWaking, Waking
+from pipedream.planning.item_cost import StageWaking, Waking
 from pipedream.planning.simulator import SharedHost, StageTimes, TransferTimes, simulate
 
 _KINDS = ("FORWARD", "BACKWARD", "UPDATE")
@@ -105,7 +105,7 @@ def _simulated(
         [_core.make_program(asked, rank, 18) for rank in range(asked.num_workers)],
         stages,
         [TransferTimes(*times_ms(3)) for _ in replicas[1:]],
-        Spread(factors),
+        factors,
         StageWaking(wakings, costs_ms),
         host=SharedHost(2, 2, 1.25) if seed % 5 == 0 else None,
         one_link=seed % 2 == 0,

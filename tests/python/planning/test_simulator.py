@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import _core
-from pipedream.planning.item_cost import Spread
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_stage import in_flight_in_phase
 from pipedream.planning.simulator import (
@@ -242,7 +241,7 @@ def test_the_first_microbatch_of_a_minibatch_has_times_of_its_own() -> None:
 
 
 def test_items_that_vary_hold_their_mean_over_a_deck_and_are_the_same_every_time() -> None:
-    spread = Spread({"FORWARD": (0.5, 1.0, 1.5)})
+    spread = {"FORWARD": (0.5, 1.0, 1.5)}
     programs = programs_of([steps(" ".join(f"0F{i} 0B{i}" for i in range(6)))])
     first, second = (simulate(programs, StageTimes(2, 1), spread=spread) for _ in range(2))
     assert first == second

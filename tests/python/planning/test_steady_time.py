@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream import _core
-from pipedream.planning.item_cost import Spread, StageWaking, Waking
+from pipedream.planning.item_cost import StageWaking, Waking
 from pipedream.planning.simulator import (
     SharedHost,
     StageTimes,
@@ -93,7 +93,7 @@ def test_it_is_what_the_simulation_of_the_lists_says_to_the_bit(data: st.DataObj
         "waking": _drawn_waking(data, options.num_stages),
         "one_link": data.draw(st.booleans()),
         "host": data.draw(st.sampled_from(hosts)),
-        "spread": data.draw(st.sampled_from([Spread(), Spread({"FORWARD": (0.5, 1.5)})])),
+        "spread": data.draw(st.sampled_from([{}, {"FORWARD": (0.5, 1.5)}])),
     }
     simulation = simulate(_programs(options, num_minibatches), *times, **how)
     assert steady_ms(options, num_minibatches, *times, **how) == ms_per_minibatch(simulation)

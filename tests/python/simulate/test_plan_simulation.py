@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pipedream.common.document import write_value
 from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.link_profile import LinkProfile, MeasuredLink
@@ -166,7 +167,14 @@ def test_a_calibrated_plan_is_simulated_with_the_costs_that_it_carries(plan_file
     plan = Plan.load(plan_file)
     item = {"first_ms": 0.5, "later_ms": 0.5, "minibatch_ms": 1.0}
     costs = [
-        {"forward": item, "backward": item, "update_ms": 0.25, "copy_ms": 0.0, "shard_ms": 0.0}
+        {
+            "forward": item,
+            "backward": item,
+            "update_ms": 0.25,
+            "copy_ms": 0.0,
+            "shard_ms": 0.0,
+            "sync_latency_ms": 0.0,
+        }
     ] * _STAGES
     links = [{"one_way_ms": 7.0, "latency_ms": 0.0}] * (_STAGES - 1)  # at another bandwidth
     replace(plan, predicted={"stage_costs": costs, "links": links}).save(plan_file)
@@ -239,7 +247,7 @@ def test_a_replicas_slowest_measured_link_is_that_of_its_shard(tmp_path: Path) -
 def test_what_a_calibrated_plan_says_of_links_gives_way_to_measured_ones(tmp_path: Path) -> None:
     path, profile = _replicated(tmp_path, None)
     cost = StageCosts(ItemCost(minibatch_ms=1.0), ItemCost(minibatch_ms=2.0), 0.0, 0.0, shard_ms=2.5)
-    costs = {"stage_costs": [cost.to_dict()], "links": []}
+    costs = {"stage_costs": [write_value(cost)], "links": []}
     replace(Plan.load(path), predicted=costs).save(path)
     own = simulate_plan(path, profile, schedule="data_parallel")
     assert own.ms_per_minibatch == pytest.approx(4.0)
