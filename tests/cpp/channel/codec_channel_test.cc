@@ -138,7 +138,8 @@ TEST_P(CodecChannels, ItemsThatAreSentAtOnceAreEncodedInOrder) {
   for (const Content& content : expected) expect_equal(take(), content);
 }
 
-// The chunks of a shard need this: they come one after the other in every round.
+// Several items are sent at once, and each has a residual of its own. The chunks of a shard need this: they
+// are sent one after the other in every round.
 TEST_P(CodecChannels, WhatIsLeftOutIsKeptOfEachOfSeveralItemsInTurn) {
   constexpr std::int64_t kNumElements = 1000;
   constexpr std::uint32_t kNumResiduals = 3;

@@ -49,7 +49,8 @@ class DeviceErrors : public ChannelPair,
     return !is_on_cuda(data_path_);
 #endif
   }
-  // Makes a copy fail, or the call after so many other calls of any kind. All later calls fail as well.
+  // Makes a copy fail, or the call of any kind that comes after num_calls_before others. All later calls fail
+  // as well.
   void fail_copy() { fail_call("copy", "cudaMemcpyAsync", 0); }
   void fail_any_call(int num_calls_before) { fail_call("", "", num_calls_before); }
   void fail_call(const char* call, [[maybe_unused]] const char* cuda_call, int num_calls_before) {

@@ -583,8 +583,8 @@ TEST_P(BrokenSender, ItemWithoutACreditIsRefusedBeforeItIsRead) {
   EXPECT_EQ(take().minibatch, MinibatchId(1));
 }
 
-// The slot is free and leased again, but its credit is held back, so the sender does not know of it. The
-// receiver once accepted an item in such a slot, and then its count of the sender's slots fell below zero.
+// A slot may be free and leased again while its credit is held back, so that the sender does not know of it.
+// The receiver once accepted an item in such a slot. Then its count of the sender's slots fell below zero.
 TEST_P(Channels, ASlotWhoseCreditIsHeldBackIsNotGranted) {
   if (on_device() && placed()) return;  // the wire writes nothing there
   make_receiver(one_tensor_spec(), {.num_slots = 8});

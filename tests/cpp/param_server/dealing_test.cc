@@ -122,9 +122,9 @@ TEST(Dealing, AFewBytesLeaveShardsWithoutAChunk) {
 
 TEST(Dealing, FewerThanOneShardIsRefused) { EXPECT_THROW((void)deal(WeightLayout({}), 0, false), UserError); }
 
-// The time of a round, where 1 is the time that all parameters need on a link. All flows of a link get equal
-// parts of its bandwidth: a flow to each other replica, with a push and then a pull, and a flow to each
-// spare. Once the flows to replicas are done, the flows to spares get the whole bandwidth.
+// Returns the time of a round. 1 is the time in which a link carries the bytes of all parameters. On a link
+// the transfers to each other replica (a push, then a pull) and to each spare get equal parts of the
+// bandwidth. When the transfers to replicas are done, those to spares get all of it.
 double taken(std::int64_t num_replicas, std::int64_t num_spares, double of_replica) {
   const auto replicas = static_cast<double>(num_replicas);
   const auto spares = static_cast<double>(num_spares);

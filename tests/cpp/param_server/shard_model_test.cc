@@ -159,8 +159,7 @@ class Explorer {
     replica.stashed[instruction.minibatch] = version;
     std::vector<Content> contents;
     for (std::int64_t shard = 0; shard < model_.num_replicas(); ++shard) {
-      // No forward mixes versions: every shard is there as a whole, and has the version that the forward
-      // reads.
+      // A forward never mixes versions: it reads every shard as a whole, at the same version.
       ASSERT_TRUE(shard == index ||
                   replica.pulled[static_cast<std::size_t>(shard)] >= instruction.version.value());
       for (const Content content : version[static_cast<std::size_t>(shard)]) {
@@ -264,7 +263,7 @@ class Explorer {
     }
     const auto shard = static_cast<std::size_t>(from);
     EXPECT_EQ(++replica.pulled[shard], round + 1);
-    // A shard that has come is in its version, and in the later versions that are made from this version.
+    // Puts the received shard into its version, and into the later versions that are made from this version.
     for (auto& [number, version] : replica.versions) {
       if (number >= round + 1) version[shard] = contents;
     }

@@ -1,5 +1,5 @@
-// One replica's pushes over queues: when a chunk leaves, from which memory, and what it says of gradients
-// that are missing.
+// Tests one replica's pushes over queues: when a chunk is sent, from which memory, and how missing gradients
+// are reported.
 #include "param_server/shard_pushes.h"
 
 #include <gtest/gtest.h>
@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::size_t kNumParameters = 4;  // of 16 floats, 64 bytes, each; the last has one float
 
-// Parameter 0 fills a chunk of owner 1. Parameters 1 and 3 share one of owner 2, which travels before the
-// chunk of parameter 2 there; between them is a gap.
+// Owner 1 has one chunk, with parameter 0. Owner 2 has two: the first has parameters 1 and 3 and a gap
+// between them, the second has parameter 2.
 class ShardPushesTest : public testing::Test {
  protected:
   explicit ShardPushesTest(Codec codec = {}) {
@@ -36,7 +36,7 @@ class ShardPushesTest : public testing::Test {
     pushes_ = std::make_unique<ShardPushes>(spec_, carrier_);
   }
 
-  // All elements of the gradient are the value; 0: it is missing.
+  // Gives a gradient whose elements all have this value. 0 means that the gradient is missing.
   float* give(std::size_t parameter, float value) {
     if (value == 0) {
       pushes_->give(parameter, {});

@@ -107,7 +107,8 @@ TEST(ShardRounds, UnderAnyReorderingEveryUpdateHasEachOfItsGradientsOnce) {
   }
 }
 
-// All orders in which three replicas' gradients of two rounds can come, each replica's in its own order.
+// Tries all orders in which three replicas' gradients of two rounds can come. Each replica's own gradients
+// keep their order.
 TEST(ShardRounds, AllInterleavingsOfTwoRoundsEndAtVersionTwo) {
   std::vector<std::int64_t> replicas = {0, 0, 1, 1, 2, 2};
   const auto all = first_replicas(3);

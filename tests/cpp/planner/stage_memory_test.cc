@@ -191,8 +191,9 @@ TEST(StageMemory, ShardsOfWholeTensorsAreUnequal) {
   const MemoryCosts even{.model_copies = 0, .state_copies = 1, .posts_versions = true};
   MemoryCosts whole = even;
   whole.whole_tensors = true;
-  // Of the largest as many may be in one shard that two thirds of it are more than a third of all; every
-  // copy may be another's; slots as large as the largest; and the means of an update at once.
+  // Two thirds of the largest tensor are more than a third of all parameters. So a shard may have
+  // 30 + 60 * 2 / 3 bytes. All gradients may need copies for other replicas. For each other replica there are
+  // slots for a shard and for one more largest tensor. An update has the mean of the whole shard at once.
   const double shard = 30 + 60 * 2 / 3.0;
   EXPECT_DOUBLE_EQ(weights_of(3, whole), 2 * 90 + 90 + shard + 2 * (shard + 60) + shard);
   EXPECT_EQ(weights_of(3, even), 2 * 90 + 60 + 30 + 2 * 30);

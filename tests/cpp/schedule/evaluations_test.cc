@@ -197,8 +197,8 @@ TEST(Evaluations, AtOtherPlacesAreRefusedByTheValidator) {
 }
 
 TEST(Evaluations, ThatWaitForEachOtherAreADeadlock) {
-  // The last stage would have its block behind an instruction that needs a forward of the first stage. The
-  // first stage does that forward only behind its own block.
+  // The last stage's block is moved behind an instruction that needs a forward of the first stage. The first
+  // stage does that forward only after its own block, which waits for the last stage.
   const ScheduleOptions options = evaluating(make_options("unstashed", {2, 1}, 4));
   const std::vector<Evaluated> evaluated = {{MinibatchId(1), 9}};
   Programs programs = make_evaluating(options, 3, evaluated);

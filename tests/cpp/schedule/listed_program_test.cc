@@ -392,8 +392,8 @@ TEST(ListedProgram, NamesTheTimeOfTheBodyAtWhichARunWouldFail) {
       "forward is line 8: let the forward read version 1");
 }
 
-// A stage has two microbatches per minibatch, and its warm-up has only the first one of minibatch 0. So the
-// lines of the body that read version 0 read version 1 when the body is repeated.
+// Each stage has two microbatches per minibatch. The warm-up has only the first microbatch of minibatch 0. So
+// lines of the body that read version 0 at first read version 1 in the next repetition.
 constexpr const char* kHalfAMinibatchAhead = R"(
 worker 0
 warm-up
@@ -439,8 +439,8 @@ UPDATE stage 0 minibatch 1 writes version 2
   EXPECT_EQ(note_on(kByPairs), "");
 }
 
-// The warm-up has three forwards, and when the body is repeated its backward reads a version that is two
-// updates newer than the one that its forward has read.
+// The warm-up has three forwards. In the second repetition of the body, the backward reads a version that is
+// two updates newer than its forward's version.
 TEST(ListedProgram, NotesHowManyMinibatchesBelongIntoTheWarmUp) {
   EXPECT_NE(note_on(R"(
 worker 0
@@ -606,8 +606,8 @@ TEST(ListedProgram, ReadsTiedParametersAsTheScheduleOfItsNameDoes) {
   }
 }
 
-// The versions that are read go up and down: a tied version that came for one microbatch is kept for a later
-// microbatch that reads an older version than the one in between.
+// The versions that are read go up and down. A microbatch may read an older version than the microbatch
+// before it. So a tied version that has come is kept until no later microbatch reads it.
 TEST(ListedProgram, KeepsTiedVersionsThatAreReadAgain) {
   std::string text = kDrainsAfterThree;
   for (const char* stage : {"0", "1"}) {
@@ -626,7 +626,7 @@ TEST(ListedProgram, KeepsTiedVersionsThatAreReadAgain) {
   }
 }
 
-// Before its own first backward, stage 1 does one more forward than stage 0 does before its first backward.
+// Before its first backward, stage 1 waits for more forwards than stage 0 does before its own first backward.
 TEST(ListedProgram, NamesADeadlock) {
   const std::string text = R"(
 worker 0

@@ -573,8 +573,9 @@ TEST(Replicas, OfAUserEachReceiveEveryVersionAndSendTheGradientsOfTheirMinibatch
   EXPECT_EQ(ties_on_paper(options, 2, 3), "F1 B1 St0:1 U0 U2 Rv0:0 Rv0:2");
 }
 
-// A second implementation of the rule. If stages would read different versions, they read the version that
-// vertical_sync would read at the owner. Every version is older by the staleness.
+// Computes the version of tied parameters a second time, by another implementation of the rule. If stages
+// would read different versions, all read the version that vertical_sync would read at the owner. A staleness
+// makes every version older by as much.
 TEST(Replicas, ReadTiedVersionsInRoundsOfTheirOwner) {
   for (const Counts& plan : kPlans) {
     for (const ScheduleOptions& options : all_of(plan, 4)) {

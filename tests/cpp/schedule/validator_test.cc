@@ -58,7 +58,7 @@ void for_all_schedules(const std::function<void(const ScheduleOptions&)>& body) 
   }
 }
 
-// Every two stages share parameters, and where every minibatch drains norms are exchanged.
+// Lets every two stages share parameters. If every minibatch drains, also lets the workers exchange norms.
 void tie_all_and_exchange_norms(ScheduleOptions& options) {
   options.ties.clear();
   for (StageIndex owner; owner.value() < num_stages(options); owner = owner.next()) {
@@ -102,9 +102,9 @@ TEST(Validator, VersionsKeptIsTight) {
   });
 }
 
-// Most slots in use at once at a stage of weight stashing, from the formula alone: during the update of
-// minibatch i, the newest version i, the new version i + 1 (in place with one slot), and what minibatches
-// i + 1 to i + n_s - 1 still read.
+// Computes from the formula how many slots a stage with weight stashing uses at most. During the update of
+// minibatch i these are the newest version i, the new version i + 1 (in place if there is one slot), and the
+// versions that minibatches i + 1 to i + n_s - 1 still read.
 std::int64_t slots_from_formula(std::int64_t in_flight, std::int64_t num_minibatches) {
   std::size_t num_slots_max = 1;
   for (std::int64_t updated = 0; in_flight > 1 && updated < num_minibatches; ++updated) {
@@ -145,8 +145,8 @@ TEST(Validator, InterleavedHasNoDeadlockForAnyNumberOfMicrobatches) {
   }
 }
 
-// The longest that any queue can be, by edge, by trying every state that the workers can reach. States are
-// the workers' positions.
+// Returns for each edge the longest queue that is possible. Tries every state that the workers can reach; a
+// state is the position of each worker in its list.
 std::map<Edge, std::int64_t> queued_max_by_trying_everything(const ScheduleOptions& options,
                                                              const Programs& programs) {
   std::map<Edge, std::int64_t> queued_max;
@@ -216,7 +216,7 @@ TEST(Validator, QueuesOfAStraightPipelineHoldWhatUpstreamMayHaveInFlight) {
   }
 }
 
-// The transfers that tied parameters and norms add, whose bounds the channels rely on.
+// Tests the bounds on the items of tied parameters and norms. Channels rely on these bounds.
 TEST(Validator, NoTiedEdgeHoldsMoreThanTheOwnerMayBeAheadAndNoNormEdgeMoreThanOneItem) {
   for_all_schedules([](const ScheduleOptions& given) {
     if (given.num_microbatches > 3) return;

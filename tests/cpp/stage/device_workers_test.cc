@@ -200,7 +200,7 @@ std::vector<std::string> devices_here() {
 INSTANTIATE_TEST_SUITE_P(Devices, DeviceWorkers, testing::ValuesIn(devices_here()),
                          [](const auto& device) { return device.param; });
 
-// ---- What a device may refuse, which only the tests' one does when asked ----
+// ---- Calls that a device may refuse; only the tests' own device refuses on request ----
 
 #if defined(PD_CUDA_STUB)
 // A GPU has hardware queues for a few streams only: if there are more streams, work of one may have to wait

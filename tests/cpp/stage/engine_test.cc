@@ -374,9 +374,9 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
   EXPECT_EQ(count(make_interleaved(2, 2, 4), 1), 0);
 }
 
-// A stage with one microbatch in flight reads an old version: the microbatches of a minibatch read it one
-// after the other, and between two of them nothing holds it. The engine once said that the version's slot is
-// free after the first microbatch.
+// The stage has one microbatch in flight and reads an old version. The microbatches of a minibatch read that
+// version one after the other, and between two of them nobody reads it. The engine once gave the slot free
+// after the first microbatch.
 TEST_F(Engine, SlotIsNotFreedBetweenTheMicrobatchesOfAMinibatch) {
   make(make_options("2bw", {1}, 3));
   std::vector<std::int64_t> freed_after;  // microbatches of minibatch 2, which reads version 1
@@ -455,9 +455,9 @@ TEST_F(ExchangingEngine, AnEndOfDataThatAPusherTellsAndThatCannotBeIsAFailure) {
   }
 }
 
-// Completes all items of a run of so many minibatches, with evaluations of so many validation minibatches:
-// one at minibatch 2 and one at the end. evaluates_first: the first one is begun before the first forward of
-// minibatch 2 is done.
+// Completes all items of a run of num_minibatches. There is an evaluation at minibatch 2 and one at the end,
+// each with the given number of validation minibatches. evaluates_first: the first evaluation begins before
+// the first forward of minibatch 2 is done.
 Instructions run_evaluating(StageEngine& engine, std::int64_t num_minibatches, std::int64_t num_evaluated,
                             bool evaluates_first = false) {
   Instructions done;

@@ -1,5 +1,6 @@
-// See pipeline.h. What a stage computes is 64-bit arithmetic on real weight slots in which order matters, so
-// that a wrong version, a slot overwritten too early, or a tensor or gradient of another microbatch shows.
+// Runs whole pipelines (pipeline.h). A stage's computation is 64-bit arithmetic on the contents of weight
+// slots, and depends on the order of its inputs. So the result is wrong if a version is wrong, a slot is
+// overwritten too early, or a tensor belongs to another microbatch.
 #include "stage/pipeline.h"
 
 #include <gtest/gtest.h>

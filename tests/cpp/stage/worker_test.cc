@@ -592,7 +592,7 @@ TEST_F(OneChannel, MemoryThatCannotBeOpenedLeavesTheWire) {
   EXPECT_EQ(b_->channel_stats().at("activations").placed_bytes, 0U);
 }
 
-// Anyone who can write to the rendezvous store could exchange them.
+// Two memories may be exchanged by anyone who can write to the rendezvous store.
 TEST_F(OneChannel, ExchangedMemoriesLeaveTheWire) {
   const ChannelSpec one = spec();
   ChannelSpec two = spec();

@@ -118,8 +118,8 @@ TEST_P(ZmqStrangers, PeerThatIsLostWhileStrangersComeAndGoIsNoticed) {
   });
   held.wait();
   core_of(*connecting).abandon();
-  // One stranger's connection gets the descriptor number of the connection that has ended: the strangers' own
-  // sockets exist already, so the listener's side takes the numbers that are free.
+  // The strangers' sockets exist already. So the listener's end of one stranger's connection gets the
+  // descriptor number of the connection that has ended.
   for (TcpStranger& stranger : strangers) {
     stranger.connect(address_);
     stranger.hear(1);

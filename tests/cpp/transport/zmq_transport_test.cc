@@ -1,5 +1,5 @@
-// Tests that only ZeroMQ over TCP needs: killed and stopped processes, raw messages that break the protocol,
-// and how libzmq is found.
+// Tests the parts of a transport that only ZeroMQ over TCP has: killed and stopped processes, raw messages
+// that break the protocol, and the search for libzmq.
 #include <gtest/gtest.h>
 #include <spawn.h>
 #include <sys/prctl.h>

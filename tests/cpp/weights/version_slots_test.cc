@@ -88,7 +88,7 @@ TEST(VersionSlots, EveryStageProgramReadsItsVersionsFromTheSlotsKept) {
           EXPECT_EQ(weights.slots().newest().value(), num_minibatches);
           EXPECT_EQ(weights.slots().num_live(), 1);
           EXPECT_LE(weights.num_live_max(), num_kept);
-          // The last forward that reads version 0 keeps it until all slots are in use.
+          // With this many minibatches, version 0 is still read when all slots are in use.
           if (num_minibatches == 30 && schedule == "pipedream") {
             EXPECT_EQ(weights.num_live_max(), num_kept);
           }
@@ -182,7 +182,7 @@ TEST(VersionSlotsDeathTest, AnUpdateWithoutAFreeSlotAborts) {
   VersionSlots slots(2);
   slots.acquire(WeightVersion(0));
   slots.publish(slots.begin_update());
-  // Slot 0 is read by a minibatch, slot 1 by the optimizer.
+  // A minibatch reads slot 0, and the optimizer reads slot 1.
   EXPECT_DEATH((void)slots.begin_update(), "no slot is free for version 2: all 2 are read");
 }
 
