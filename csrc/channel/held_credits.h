@@ -1,13 +1,17 @@
 // Holds the free slots that a receiver has not yet granted to its sender. A CREDIT frame for a single slot
 // costs a packet and three wake-ups on a network, as much as a small item. So the receiver holds credits back
-// while the sender has enough slots left, and then sends them together. On the thread that drives.
+// while the sender has enough slots left, and then sends several in one frame. Runs on the thread that
+// drives.
 //
-//   slots 8, enough 4       the receiver first grants all 8 in one frame
-//   items fill 5 slots      the sender has 3 left: all free slots are granted, then each that becomes free
-//   an item fills the last  the sender says so in its frame: all free slots are granted, then each that
-//                           becomes free, until an item comes that does not fill the last slot
+// For example, with 8 slots, of which 4 are enough:
 //
-// The sender must say so itself: items may be on their way, so the receiver cannot know how many slots the
+//   at the start                     all 8 slots are granted in one frame
+//   items have filled 5 slots        the sender has 3 left. All free slots are granted; later ones when they
+//                                    become free
+// an item fills the last slot the item's frame says so. Slots are granted as in the line above, until an
+//                                    item comes that does not fill the last slot
+//
+// The sender has to say this: items may be on their way, so the receiver cannot know how many slots the
 // sender has left. With this rule no sender waits for a credit that is held back.
 #pragma once
 

@@ -95,21 +95,21 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
   });
 }
 
-// ---- topk: one pass that adds and lists what may be chosen, then a radix select over the list ----
+// ---- topk: one pass adds the values and lists candidates; a radix select then chooses from the list ----
 //
-//   1 A sample of the sums (residual + values) gives a bound: a magnitude above which there are about as many
-//     elements as are sent, and some more.
+// 1 A sample of the sums (residual + values) gives a bound. Somewhat more elements are above the bound than
+// must
+//     be sent.
 //   2 residual += values, and every element above the bound is listed. If the list gets full, it keeps the
-//     num_chosen largest, and the bound rises to the smallest of these. Later elements that equal the bound
-//     are not chosen: of equal elements, the first ones are chosen.
-//   3 If the sample's bound was too high, fewer elements are listed than must be sent. Then all elements are
-//     listed again, without a bound.
-//   4 The list keeps the num_chosen largest. Its entries become their indices, and the values are written.
-//   5 The residual drops the values that are sent, and those that are not finite.
+// num_chosen largest elements, and the bound rises to the smallest of these. Later elements that equal the
+//     bound are not listed: of equal elements, the first ones are chosen.
+// 3 If the sample's bound was too high, the list is too short. Then all elements are listed again, without a
+//     bound.
+//   4 The list is reduced to the num_chosen largest elements. Their indices and values are written.
+//   5 The values that are sent, and values that are not finite, are removed from the residual.
 //
-// The sample does not change which elements are chosen. The tensor is read once, and once more in step 3. In
-// the worst order, ascending, the list fills up again and again. A list entry has the position of its element
-// and its rough magnitude, so few elements are read again before they are sent.
+// The sample changes the speed, not the elements that are chosen. A list entry has an element's position and
+// its rough magnitude, so few elements are read a second time.
 
 constexpr std::size_t kChunkElements = 1024;  // added, and then listed while they are in the nearest cache
 constexpr std::size_t kGroupElements = 8;     // listed at once; may write behind the list's end
@@ -389,8 +389,8 @@ void write_chosen(const TopKEncode<T>& work, const List<NumberOf<T>>& list) {
   }
 }
 
-// Removes infinities and NaNs that were not sent from the residual. There are none unless the bound itself is
-// the key of an infinity or a NaN.
+// Removes infinities and NaNs that were not sent from the residual. All elements above the bound were sent.
+// So such elements are left only if the bound itself is an infinity or a NaN.
 template <class Number>
 void forget_what_is_not_finite(std::size_t num_elements, Number* residual, KeyBound<Number> bound) {
   using Bits = typename FloatLayout<Number>::Bits;

@@ -68,11 +68,10 @@ class LimitedSearch {
     }
   }
 
-  // Suffixes within a bound, by first layer and number of workers. A suffix is better for a stage upstream if
-  // it has fewer microbatches in flight, over all replicas, and more spare memory for items from upstream.
-  // The number of replicas decides how many edges these items come over. So with memory limits the search
-  // keeps, for each number of replicas, the suffixes that no other suffix beats in both microbatches in
-  // flight and spare memory. Suffixes with fewer microbatches come first.
+  // Suffixes within a bound, by first layer and number of workers. For a stage upstream, a suffix is better
+  // if it has fewer microbatches in flight and more spare memory. With memory limits the search keeps, for
+  // each number of replicas of a suffix's first stage, the suffixes that no other beats in both figures.
+  // Suffixes with fewer microbatches come first.
   using Suffixes = std::vector<Suffix>;
   using Table = std::vector<std::vector<Suffixes>>;
 

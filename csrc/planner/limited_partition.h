@@ -6,13 +6,12 @@
 // recomputes adds its forward to compute. stage_memory.h says how much memory a replica of stage s needs with
 // n_s microbatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
 //
-// Method. For a bound t on the bottleneck, the search goes from the last layer back. For each layer j and
-// number of workers w it finds plans that run the layers from j on within t. Two figures of such a plan
-// matter for a stage upstream: the microbatches in flight at the plan's first stage, over all replicas, and
-// the memory that this first stage has left. Without memory limits the plan with the fewest microbatches in
-// flight is best, so one plan per (j, w) is enough, and the search takes O(layers^2 workers^2). With memory
-// limits the search keeps, for each number of replicas of the first stage, the plans that no other plan beats
-// in both figures. The least t is found as in partition.cc.
+// Method. "Is there a plan with bottleneck <= t?" is answered from the last layer back: for each layer j and
+// number of workers w, the search finds plans that run the layers from j on within t. For a stage upstream
+// two figures of such a plan matter: the microbatches in flight at its first stage, and the memory that this
+// stage has left. Without memory limits the plan with the fewest microbatches is best, and the search takes
+// O(layers^2 workers^2). With memory limits it keeps, for each number of replicas of the first stage, the
+// plans that no other plan beats in both figures. The least t is found as in partition.cc.
 #pragma once
 
 #include <cstdint>

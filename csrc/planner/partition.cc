@@ -63,9 +63,9 @@ std::int64_t first_enough(std::int64_t from, std::int64_t to, const IsEnough& is
   return enough;
 }
 
-// The fewest replicas m >= 2 with T(m) <= t, for a stage whose weights may go as factors. While the same
-// weights go as factors, the computing of a minibatch falls with m: (C - P) / m + P. The sync, (m - 1)
-// (4 w / m^2 + 2 F / m), rises up to some m and falls after it.
+// The fewest replicas m >= 2 with T(m) <= t, for a stage whose weights may go as factors. Over a range of m
+// in which the same weights go as factors, the computing time (C - P) / m + P falls with m. The sync, (m - 1)
+// (4 w / m^2 + 2 F / m), first rises and then falls.
 std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, double bottleneck_s) {
   const auto computes = [&](std::int64_t num_replicas) {
     const double own_s = cost.compute_s + cost.products_s(num_replicas);

@@ -1,25 +1,23 @@
-// Replays the workers' instruction lists with given durations. The runtime follows the same lists, so a
-// picture or a bubble share from here shows the schedule that really runs.
+// Replays the workers' instruction lists with given durations, and returns when each instruction runs. The
+// runtime follows the same lists, so pictures and bubbles from here show the schedule that really runs.
 //
 //   list          durations           lane of its edge            replay
 //   FORWARD   --> work takes time
 //   SEND      --------------------->  leaves at once, keeps link
 //   RECV      <---------------------  waits for the next item --> timeline, transfers --> summary
 //
-// A worker does its instructions in order, one at a time. A RECV is done as soon as its item has arrived. A
-// SEND is done at once. A sent item queues for the link to the other worker, which carries one item at a time
-// in each direction, for all edges together. Pushes and pulls between replicas queue for one line that a
-// worker has for all of them. Items of an edge arrive in the order in which they are sent.
+// A worker does its instructions in order, one at a time. A RECV is done as soon as its item has arrived, a
+// SEND at once. Items of an edge arrive in the order in which they are sent. They travel over these links:
 //
-// With one_link a worker has a single line for everything. Items that a worker sends at once share it evenly.
-// Items that other stages send to a worker queue for the worker's incoming line. That line carries one item
-// at a time, in the order of sending. Pushes and pulls share the incoming line evenly, because all replicas
-// send each other equally much at once. An item of another stage that arrives meanwhile delays the next push
-// or pull.
+//   by default      a link to each other worker, which carries one item at a time in each direction, and one
+//                   link for all pushes and pulls of the worker
+//   with one_link   one link for everything. Items that a worker sends at once share it evenly. Items from
+//                   other stages arrive one at a time, in the order of sending; pushes and pulls arrive at
+//                   the same time and share the link evenly
 //
-// A shard of several chunks is pushed from the time when its first chunk is made. Its owner updates one chunk
+// A shard of several chunks is pushed from the time when its first chunk is made. Its owner updates a chunk
 // and sends it on while other chunks arrive. A push that no list receives goes to an asynchronous shard,
-// which updates beside its worker's own work and answers by a pull.
+// which makes its update beside its worker's own work and answers by a pull.
 //
 // Pure; any thread.
 #pragma once

@@ -28,14 +28,12 @@ struct TimelineSummary {
   std::int64_t num_minibatches = 0;
   double makespan_ms = 0;
   double bubble_share = 0;  // 1 - (sum of all workers' work) / (number of workers * makespan)
-  // None if there are too few minibatches. Let N be the number of minibatches, and `skipped` one less than
-  // the most minibatches that any worker starts before its first update. A worker's window goes from the end
-  // of its update of minibatch `skipped` to the end of its update of minibatch N - 1 - `skipped`. So the
-  // window has a whole number of minibatches, after the warm-up and before the cool-down. For a schedule that
-  // drains every minibatch the window has everything after the first minibatch: the warm-ups and cool-downs
-  // of later minibatches count, because they are the cost of such a schedule. With replicas, minibatches are
-  // counted over all replicas of a stage, and both ends of the window move inwards to minibatches at which
-  // all stages begin a round.
+  // Figures of a window between the warm-up and the cool-down; none if there are too few minibatches. Let N
+  // be the number of minibatches, and `skipped` one less than the most minibatches that any worker starts
+  // before its first update. A worker's window goes from the end of its update of minibatch `skipped` to the
+  // end of its update of minibatch N - 1 - `skipped`. For a schedule that drains every minibatch the window
+  // has everything after the first minibatch. With replicas both ends of the window move inwards to
+  // minibatches at which all stages begin a round.
   std::optional<Steady> steady = std::nullopt;
 
   // Milliseconds per minibatch in the steady state. If `steady` is empty: the mean over all minibatches.

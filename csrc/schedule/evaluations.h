@@ -12,24 +12,24 @@
 // The number of validation minibatches is not known in advance. The last item of a block, E2.2 above, says
 // that there are no more. It computes nothing and travels like the others.
 //
-// Edges for evaluations hold kNumEvaluationSlots items (edge.h), so a stage may wait for the stage downstream
-// to begin its block. There is no deadlock as long as no instruction before a block, at any worker, needs one
-// after a block. Two places for the block guarantee that:
+// An edge for evaluations holds kNumEvaluationSlots items (edge.h), so a stage may wait until the stage
+// downstream begins its block. There is no deadlock if no instruction before a block needs an instruction
+// after a block, at any worker. So the block has one of two places:
 //
-//   - if the plan has replicas or the schedule drains: right behind UPDATE N - 1 and the first forward of
-//     minibatch N, whichever is later. A stage never has more forwards in flight than the stage upstream
-//     of it, so the stage upstream has made all activations that this stage forwards before its block.
-//   - otherwise: before UPDATE N or the first forward of a microbatch from number N m + max(1, n_0 - 1) on,
-//     whichever is earlier. Stage 0 gets there right behind UPDATE N - 1, and the other stages have work
-//     until the first evaluated activation reaches them.
+//   replicas, or a schedule that drains   right behind UPDATE N - 1 and the first forward of minibatch N,
+//                                         whichever is later. A stage never has more forwards in flight than
+//                                         the stage upstream of it, so the forwards before its block can be
+//                                         done
+//   otherwise                             before UPDATE N or the first forward of a microbatch from number
+//                                         N m + max(1, n_0 - 1) on, whichever is earlier. So later stages
+//                                         have work until the first evaluated activation reaches them
 //
-// If the schedule drains, stage 0 may also evaluate before the first forward of minibatch N. Then callbacks
-// that must answer before N starts already know the evaluation's result. A stage downstream waits for the
-// next item, of the forward or of the evaluation. The item that arrives tells which of the two stage 0 did
-// first.
+// If the schedule drains, stage 0 may also evaluate before the first forward of minibatch N, so that
+// callbacks know the result before N starts. Stages downstream learn from the next item that arrives whether
+// stage 0 did the forward or the evaluation first.
 //
-// If a worker has several stages, it evaluates W validation minibatches at one of its stages and then the
-// same W at its next stage. W is the number of workers.
+// A worker with several stages evaluates W validation minibatches at one stage, then the same W at its next
+// stage. W is the number of workers.
 #pragma once
 
 #include <cstdint>

@@ -14,23 +14,19 @@
 //   ...
 // clang-format on
 //
-// A worker may have a "warm-up" above its body. With each repetition of the body the numbers of its
-// minibatches grow by the number of minibatches in the body. A stage's versions grow by the number of the
-// stage's updates in the body. A run repeats the body until all its minibatches are updated, and skips
-// instructions of minibatches that it does not have. So the lists fit a run of any length. A text may also
-// show the cool-down: what a run does after the first body if it ends with that body's last minibatch.
+// A worker may have a "warm-up" above its body. In each repetition of the body its minibatches have higher
+// numbers, by the number of minibatches in the body. Its versions are higher by the number of the stage's
+// updates in the body. A run repeats the body until all its minibatches are updated, and skips instructions
+// of minibatches that it does not have. So the lists fit a run of any length.
 //
 // Stages are placed as in program.h: each worker has one stage, or one replica of a stage, in the order of
-// the stages. With fewer workers than stages, stage s is at worker s mod W. rounds.h deals microbatches to
-// replicas and updates to rounds. The number of a stage's updates in the body decides how long its rounds
-// are: the shortest that the stage allows, or rounds common to all stages. Transfers and recomputing are
-// added as for named schedules.
+// the stages. With fewer workers than stages, stage s is at worker s mod W. The number of a stage's updates
+// in the body decides how long its rounds are: the shortest that the stage allows, or rounds common to all
+// stages. Transfers and recomputing are added as for named schedules.
 //
-// For one microbatch, all stages that share a parameter read it at the same version, counted in the rounds of
-// the stage that owns it. This is the older of two versions: the one that the input stage's forward has read,
-// and the one that the owner's forward has read. So the version exists when the owner forwards the
-// microbatch. For named schedules tied_version() gives the same version, with one exception: for 2bw with
-// unequal numbers of replicas the owner's own rule decides.
+// All stages that share a parameter read the same version of it for a microbatch: the version that the input
+// stage's forward has read, or the version that the owner's forward has read, whichever is older. Named
+// schedules read the same version (tied_version()), except 2bw with unequal numbers of replicas.
 #pragma once
 
 #include <cstddef>

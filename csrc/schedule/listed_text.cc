@@ -202,11 +202,12 @@ std::string ListedProgram::how_to_stash(const Passes& passes) const {
          " into the warm-up";
 }
 
-// The last minibatch that must move from the body into the warm-up, so that the microbatch's backward in the
-// body can read its forward's version. Once the bodies repeat, the backward reads a version that is too new
-// by num_too_new updates. The backward's line cannot simply name an older version, because in the first body
-// this would be a version below 0. So the body must begin later, by as many bodies as make num_too_new
-// updates.
+// Returns the last minibatch that must move from the body into the warm-up, so that the microbatch's backward
+// can read its forward's version.
+//
+// In later repetitions of the body the backward reads a version that is too new by num_too_new updates. Its
+// line cannot name an older version, because in the first repetition that version would be below 0. So the
+// body must begin later, by as many bodies as make num_too_new updates.
 std::int64_t ListedProgram::last_to_warm_up(StageIndex stage, std::int64_t number) const {
   const ListedReads& forwards = forward_reads(stage);
   const std::int64_t per_body = forwards.numbers_per_body();

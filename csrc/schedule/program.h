@@ -57,23 +57,19 @@
 // gradients of all members of the round, and the other replicas need its new version (PUSH and PULL,
 // transfers.h). So every replica has the UPDATE of every round, even of a short last round in which it has no
 // minibatch. The UPDATE follows the backward of the replica's last microbatch of the round. With a staleness
-// of x rounds, at replicated stages, it comes ceil(x / 2) of the replica's rounds later. So half of the
-// staleness gives the other replicas' gradients time to arrive, and half gives the new version time to reach
-// the other replicas. With x = 2 a replica does not wait for another replica that is up to a round behind.
-// The stage keeps as many versions as can exist at once. Version j + 1 of another replica's shard may arrive
-// as soon as the replica has pushed for round j, and is then written at once.
+// of x rounds, at replicated stages, it comes ceil(x / 2) of the replica's rounds later: half of the
+// staleness is time for gradients to arrive, half is time for the new version to reach the other replicas.
 //
-// Spares are workers that own shards but have no minibatches (BytePS, OSDI'20: CPU machines that share the
-// load of summing). A spare's program is the UPDATE of every round, each after all members of the round have
-// pushed. Spares do not change which versions are read. Their replica indices follow the replicas'.
+// Spares are workers that own shards but have no minibatches (BytePS, OSDI'20). A spare's program is the
+// UPDATE of every round, each after all members of the round have pushed. Spares do not change which versions
+// are read. Their replica indices follow the replicas'.
 //
 //   stage 0 of 2-1 with a spare: replica 2   RECV push from 0, from 1   U0   SEND pull to 0, to 1   RECV ...
 //
 // With asynchronous shards (Downpour SGD, NIPS'12; Project Adam, OSDI'14) each replica's microbatches of a
 // round are a round of its own. The replica's version j + 1 of a shard is the owner's state right after it
-// added this replica's gradient of round j, with all other gradients that had come by then. So every list is
-// as static as in other schedules, and no replica waits for another's gradient. Only the content of a version
-// depends on time.
+// added this replica's gradient of round j. The lists are as in other schedules; only the contents of a
+// version depend on time.
 //
 // interleaved is also 1F1B, over the order of microbatch_order.h. Its window counts the microbatches of all
 // stages of a worker: at worker w of W, with C > 1 stages per worker, it is 2 (W - w - 1) + (C - 1) W + 1.

@@ -140,14 +140,14 @@ struct Rounds {
   }
 };
 
-// The rule for the version that a microbatch reads at a stage. Its rounds have M microbatches:
+// The rule for the version that a microbatch reads at a stage. A round of the stage has M microbatches:
 //
 //   max(lowest, floor(floor((floor(number / r) - delay) / c) r c / M) - staleness)
 //
-// The delay counts microbatches of one replica. r and c convert it into versions: r replicas, each with c
-// microbatches of a round. r and c are usually figures of the stage itself, so that r c = M; under vertical
-// sync they are figures of the input stage. For a written program `listed` has each version, and the formula
-// is not used.
+// number: the microbatch's number in the run. delay: how many microbatches of its replica the version is
+// late. r: a number of replicas. c: the microbatches of each of these replicas in a round. Usually r and c
+// are figures of the stage itself, so that r c = M; under vertical sync they are figures of the input stage.
+// For a written program `listed` has each version, and the formula is not used.
 struct VersionRule {
   std::int64_t num_replicas = 1;            // r
   std::int64_t own_per_round = 1;           // c
@@ -181,9 +181,9 @@ struct VersionRule {
     if (listed != nullptr) return listed->num_new_max(num_numbers);
     return 2 + (num_numbers + microbatches_counted()) / microbatches_per_round;
   }
-  // The number of versions kept: from the version that the next backward reads to the one that its update
-  // writes. Under vertical sync a round of the input stage has r c microbatches. With g = gcd(r c, M) it
-  // begins up to r c - g microbatches after the begin of a round of this stage.
+  // The number of versions kept: from the version that the next backward reads to the version that the update
+  // after it writes. Under vertical sync the input stage's rounds have r c microbatches. They begin up to
+  // r c - gcd(r c, M) microbatches after a round of this stage.
   [[nodiscard]] std::int64_t num_versions_kept() const {
     if (listed != nullptr) return listed->num_versions_kept;
     const std::int64_t num_between = delay * num_replicas + microbatches_counted() -
@@ -194,9 +194,9 @@ struct VersionRule {
   // its round updates. The mean is over microbatches long after the start.
   [[nodiscard]] double mean_delay() const {
     if (listed != nullptr) return listed->mean_delay(microbatches_per_round);
-    // Let g = gcd(r c, M). On average a microbatch is (r c - 1) / 2 after the last multiple of r c. This
-    // multiple is (M - g) / 2 after the begin of its round. The microbatch is (M - 1) / 2 after the begin of
-    // its own round. So (r c - g) / 2 comes on top of the delay.
+    // On average, distances in microbatches: (r c - 1) / 2 from the last multiple of r c to the microbatch,
+    // (M - g) / 2 from the begin of a round to that multiple, and (M - 1) / 2 from the begin of the
+    // microbatch's round to the microbatch, where g = gcd(r c, M). So (r c - g) / 2 is added to the delay.
     const std::int64_t num_late_twice = 2 * delay * num_replicas + microbatches_counted() -
                                         std::gcd(microbatches_counted(), microbatches_per_round);
     return static_cast<double>(num_late_twice) / static_cast<double>(2 * microbatches_per_round) +

@@ -54,15 +54,18 @@
 // all workers if the schedule drains, else along the replicas of a stage. A norm is named by the minibatch of
 // its UPDATE. An edge between two stages at one rank has no channel: the worker hands the item over itself.
 //
-// The microbatch with number k (rounds.h) goes from replica k mod r_s of stage s to replica k mod r_{s+1} of
-// stage s + 1. So two replicas have an edge if they have a microbatch in common. The same holds for tied
-// gradients: a replica of the user sends its part of a minibatch to the owner's replica that has its last
-// microbatch of the minibatch. The owner's replica adds this part to its own gradient of the minibatch. Each
-// replica of the owner sends its shard of a tied version to every replica of a user. The item is named by the
-// first minibatch of the owner's round. If the owner's r replicas update by a collective, each has the whole
-// version, and replica q of the user gets it from replica q mod r. For shards each replica of a stage is an
-// owner and also a user of the other shards. The pushes of round j are named by the minibatch of the sender's
-// first microbatch of that round. The pulls of version j + 1 are named by the round's first minibatch, j R.
+// Activations and gradients: microbatch number k (rounds.h) goes from replica k mod r_s of stage s to replica
+// k mod r_{s+1} of stage s + 1. So two replicas have an edge if they have a microbatch in common.
+//
+// Tied gradients: a replica of the user sends its part of a minibatch to the owner's replica that has its
+// last microbatch of the minibatch, and this replica adds the part to its own gradient.
+//
+// Tied versions: each replica of the owner sends its shard to every replica of a user, in an item that is
+// named by the first minibatch of the owner's round. If the owner's r replicas update by a collective,
+// replica q of the user gets the whole version from replica q mod r.
+//
+// Pushes of round j are named by the minibatch of the sender's first microbatch in that round, pulls of
+// version j + 1 by the round's first minibatch, j R.
 #pragma once
 
 #include <cstddef>

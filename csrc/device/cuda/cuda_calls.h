@@ -22,13 +22,13 @@ void log_if_failed(cudaError_t status, const char* call, int device_index) noexc
 #define PD_CUDA(call, device_index) ::pipedream::throw_if_failed((call), #call, (device_index))
 #define PD_CUDA_LOG(call, device_index) ::pipedream::log_if_failed((call), #call, (device_index))
 
-// While a DeviceScope lives, its device is current on this thread, and the thread's calls end no graph
-// capture. Without it a query of an event, on any thread of the process, ends every capture in the global
-// mode, which torch uses.
+// While a DeviceScope lives, its device is current on this thread, and calls of this thread do not disturb
+// the capture of a CUDA graph. Without the scope even a query of an event ends such a capture, if torch
+// captures in the global mode.
 //
-// At its end the earlier device is current again, unless that would make a context on it. From CUDA 12 on
-// cudaSetDevice() makes a context, which takes about 0.5 GB, and a thread that never chose a device counts as
-// on device 0. On such a thread, as on each thread of the core, the scope's device stays current.
+// At its end the earlier device is current again. There is one exception: from CUDA 12 on, cudaSetDevice()
+// makes a context, which takes about 0.5 GB. A thread that never chose a device counts as on device 0. So on
+// such a thread the scope's device stays current.
 class DeviceScope {
  public:
   explicit DeviceScope(int device_index);                  // throws DeviceError
