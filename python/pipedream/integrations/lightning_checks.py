@@ -1,5 +1,5 @@
-"""Lists the arguments, hooks and callbacks of Lightning that fit() supports, that have no effect in it, and
-that it refuses. Tests compare the tables with the installed version.
+"""Lists the arguments of Lightning's Trainer that fit() supports, that have no effect in it, and that it
+refuses. Lists the hooks and callbacks that it refuses. Tests compare the tables with the installed version.
 
 Imports no Lightning.
 """
@@ -12,9 +12,7 @@ from typing import Any
 __all__ = [
     "DEVICES",
     "HONOURED",
-    "HONOURED_HOOKS",
     "MEANINGLESS",
-    "MEANINGLESS_HOOKS",
     "ON_ONE_DEVICE",
     "PRECISIONS",
     "REFUSED",
@@ -82,25 +80,6 @@ PRECISIONS = {
     "16-mixed": ("float16", "32-true"),
 }
 """Maps Lightning's name of a precision to (autocast of the run, precision of the caller's Trainer)."""
-
-HONOURED_HOOKS = {
-    *("configure_callbacks", "configure_model", "configure_optimizers", "configure_sharded_model", "forward"),
-    *("lr_scheduler_step", "training_step", "validation_step"),
-    *("prepare_data", "setup", "teardown", "train_dataloader", "val_dataloader"),
-    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
-    *("on_validation_start", "on_validation_end", "on_train_epoch_start", "on_train_epoch_end"),
-    *("on_validation_epoch_start", "on_validation_epoch_end", "on_save_checkpoint", "on_load_checkpoint"),
-}
-"""Hooks of a module that are called where Lightning calls them."""
-
-MEANINGLESS_HOOKS = {
-    *("test_step", "test_dataloader", "predict_step", "predict_dataloader"),
-    *(f"on_{kind}_{when}" for kind in ("test", "predict") for when in ("start", "end")),
-    *(f"on_{kind}_epoch_{when}" for kind in ("test", "predict") for when in ("start", "end")),
-    *(f"on_{kind}_batch_{when}" for kind in ("test", "predict") for when in ("start", "end")),
-    *("on_test_model_eval", "on_test_model_train", "on_predict_model_eval"),
-}
-"""Hooks that Lightning calls only for tests and predictions, which fit() does not run."""
 
 _HOOKS = {
     "backward": "pipedream makes the backward",

@@ -40,6 +40,25 @@ _CALLED_BY_SCRIPTS = {
 }
 """Methods that a module calls, not Lightning."""
 
+_HONOURED_HOOKS = {
+    *("configure_callbacks", "configure_model", "configure_optimizers", "configure_sharded_model", "forward"),
+    *("lr_scheduler_step", "training_step", "validation_step"),
+    *("prepare_data", "setup", "teardown", "train_dataloader", "val_dataloader"),
+    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
+    *("on_validation_start", "on_validation_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end", "on_save_checkpoint", "on_load_checkpoint"),
+}
+"""Hooks of a module that are called where Lightning calls them."""
+
+_MEANINGLESS_HOOKS = {
+    *("test_step", "test_dataloader", "predict_step", "predict_dataloader"),
+    *(f"on_{kind}_{when}" for kind in ("test", "predict") for when in ("start", "end")),
+    *(f"on_{kind}_epoch_{when}" for kind in ("test", "predict") for when in ("start", "end")),
+    *(f"on_{kind}_batch_{when}" for kind in ("test", "predict") for when in ("start", "end")),
+    *("on_test_model_eval", "on_test_model_train", "on_predict_model_eval"),
+}
+"""Hooks that Lightning calls only for tests and predictions, which fit() does not run."""
+
 
 def test_every_hook_of_a_module_is_honoured_meaningless_or_refused() -> None:
     nn_module = vars(torch.nn.Module).keys() - {"forward"}
@@ -50,7 +69,7 @@ def test_every_hook_of_a_module_is_honoured_meaningless_or_refused() -> None:
         for name, value in vars(kind).items()
         if not name.startswith("_") and (inspect.isfunction(value) or hasattr(value, "__func__"))
     }
-    tables = [checks.HONOURED_HOOKS, checks.MEANINGLESS_HOOKS, checks.REFUSED_HOOKS.keys()]
+    tables = [_HONOURED_HOOKS, _MEANINGLESS_HOOKS, checks.REFUSED_HOOKS.keys()]
     assert set().union(*tables) == hooks - _CALLED_BY_SCRIPTS - nn_module
     assert sum(map(len, tables)) == len(set().union(*tables))
 
@@ -92,7 +111,7 @@ def _noting(hook: str) -> Any:
     return call
 
 
-_NOTED = {name for name in checks.HONOURED_HOOKS if name.startswith(("on_", "configure_"))}
+_NOTED = {name for name in _HONOURED_HOOKS if name.startswith(("on_", "configure_"))}
 _OTHERWISE = {"on_train_epoch_end", "on_load_checkpoint", "configure_sharded_model"}
 for _hook in {*_NOTED, "setup", "teardown", "prepare_data"} - _OTHERWISE:
     setattr(Hooked, _hook, _noting(_hook))
