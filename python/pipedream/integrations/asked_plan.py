@@ -7,9 +7,11 @@ Used by the caller, under torchrun by every rank. Needs neither transformers nor
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipedream.common.own_rank import under_torchrun
+from pipedream.launch.torchrun import shared_by_rank_0
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, stage_counts
@@ -62,6 +64,15 @@ class AskedPlan:
         if self.given is not None:
             return self.given.stages[-1].num_replicas
         return self.replicas[-1] if self.replicas else 1
+
+    def agreed(self, make: Callable[[], Plan], key: str | None) -> Plan:
+        """Returns the user's plan, or the plan that make() returns at rank 0. key: a key of torchrun's store;
+        None without torchrun."""
+        if self.given is not None:
+            return self.given
+        if key is None:
+            return make()
+        return Plan.from_dict(shared_by_rank_0(key, lambda: make().to_dict()))
 
     def make(self, profile: Profile, schedule: str, microbatches: int | str | None) -> Plan:
         assert self.num_workers is not None

@@ -40,7 +40,7 @@ from pipedream.integrations.lightning_checks import (
     check_callbacks,
     check_module,
 )
-from pipedream.integrations.lightning_pipeline import Pipeline, Settings, shared
+from pipedream.integrations.lightning_pipeline import Pipeline, shared
 from pipedream.integrations.lightning_steps import Row
 from pipedream.worker.devices import device_wanted
 
@@ -118,21 +118,20 @@ def fit(
     clip = trainer_arguments.pop("gradient_clip_val", None)
     if trainer_arguments.pop("gradient_clip_algorithm", None) not in (None, "norm"):
         raise ValueError("gradient_clip_algorithm is 'value': use 'norm'")
-    settings = Settings(
-        plan=asked_plan,
-        schedule=schedule,
-        microbatches=microbatches,
-        autocast=autocast,
-        max_grad_norm=clip or None,
-        progress=trainer_arguments.pop("enable_progress_bar", None) is not False,
-        run=dict(run or {}),
-    )
+    run_arguments = {
+        "schedule": schedule,
+        "autocast": autocast,
+        "max_grad_norm": clip or None,
+        "progress": trainer_arguments.pop("enable_progress_bar", None) is not False,
+        **(run or {}),
+    }
     device = DEVICES[trainer_arguments.pop("accelerator", None)]
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("accelerator is 'gpu', and torch finds no GPU here: use 'cpu' or 'auto'")
     for name in (*MEANINGLESS, *ON_ONE_DEVICE):
         trainer_arguments.pop(name, None)
-    pipeline = Pipeline(settings, lambda callbacks: check_callbacks(callbacks, library))
+    check = functools.partial(check_callbacks, library=library)
+    pipeline = Pipeline(asked_plan, microbatches, run_arguments, check)
     strategy = _strategy_class(library)(pipeline)
     trainer = library.Trainer(
         strategy=strategy,

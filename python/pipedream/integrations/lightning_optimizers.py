@@ -5,7 +5,6 @@ these options in the workers. Any thread.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -84,4 +83,4 @@ def state_by_name(snapshots: Iterable[StageSnapshot]) -> dict[str, dict[str, Any
         tensors = {**snapshot.optimizer, **snapshot.document_tensors}
         for name, value in (document or {"state": {}})["state"].items():
             found.append((name, decode(value, tensors, torch.device("cpu"))))
-    return joined_states(itertools.chain(found))
+    return joined_states(found)

@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import math
 import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from pipedream.integrations.lightning_steps import Batches, Recorder, Row, Stand
 from pipedream.integrations.step_attributes import no_attribute_changed
 from pipedream.integrations.whole_optimizer import StageOptimizers
 from pipedream.launch.torchrun import rendezvous_prefix, shared_by_rank_0
-from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
 from pipedream.model.batch_norm import has_batch_norm
 from pipedream.model.data_copies import generator_states, set_generators
 from pipedream.model.microbatch import chunk, counts_of
@@ -45,26 +43,10 @@ from pipedream.model.seeding import generators_kept
 from pipedream.splitting.evaluation_cut import in_eval_mode
 from pipedream.update.piece_states import cut_out
 
-__all__ = ["Pipeline", "Settings", "shared"]
-
-_log = logging.getLogger("pipedream")
+__all__ = ["Pipeline", "shared"]
 
 _LOSS_TOLERANCE = 1e-3  # relative difference by which a mean over pieces may differ from the whole loss
 _NOISE_FACTOR = 20  # tolerance for a random loss, in differences between two evaluations of the whole
-
-
-@dataclass
-class Settings:
-    """The options of a fit."""
-
-    plan: AskedPlan
-    schedule: str = "flush"
-    microbatches: int | None = None
-    autocast: str | None = None
-    max_grad_norm: float | None = None
-    progress: bool = True
-    run: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of pipedream.run."""
 
 
 def shared(value: Any) -> Any:
@@ -90,13 +72,23 @@ class Part:
 class Pipeline:
     """The runs of one fit."""
 
-    def __init__(self, settings: Settings, check_callbacks: Callable[[Any], None]) -> None:
-        """check_callbacks: raises ValueError for callbacks that a pipeline cannot honour."""
-        self.settings = settings
+    def __init__(
+        self,
+        asked_plan: AskedPlan,
+        microbatches: int | None,
+        run_arguments: Mapping[str, Any],
+        check_callbacks: Callable[[Any], None],
+    ) -> None:
+        """microbatches: None chooses the number. run_arguments: the user's arguments of pipedream.run, with
+        schedule and autocast among them. check_callbacks: raises ValueError for callbacks that a pipeline
+        cannot honour."""
+        self._asked_plan = asked_plan
+        self._asked_microbatches = microbatches
+        self._run_arguments = run_arguments
         self._check_callbacks = check_callbacks
         self.train_loader: Any = None
         self.val_loader: Any = None
-        self.plan = settings.plan.given
+        self.plan: pipedream.Plan | None = None
         self.steps: Steps | None = None
         self.result: pipedream.RunResult | None = None
         """The result of the latest run."""
@@ -170,7 +162,7 @@ class Pipeline:
         if rank in ranks:
             folder.mkdir(parents=True, exist_ok=True)
             self._state.of_rank(rank).save(folder, rank)
-        _wait_for_all()
+        shared(True)  # waits for all ranks
         if rank != 0:
             return []
         found = [one for each in ranks for one in WorkerState.load(folder, each).snapshots]
@@ -235,7 +227,8 @@ class Pipeline:
             data, validation = self._data(trainer, part, accumulated)
             self._learn(data, validation)
             if self.plan is None:
-                self.plan = self._agree_on_plan(data)
+                key = rendezvous_prefix() if under_torchrun() else None
+                self.plan = self._asked_plan.agreed(lambda: self._make_plan(data), key)
             if not self._num_workers:
                 self._num_workers = shared(self.plan.workers_used)  # rank 0's plan counts
             self._recorder.begin()
@@ -247,24 +240,15 @@ class Pipeline:
                 loss_fn=self._recorder,
                 optimizer=self._optimizer,
                 lr_scheduler=functools.partial(Rates, rows),
-                schedule=self.settings.schedule,
                 microbatches=self._microbatches,
-                max_grad_norm=self.settings.max_grad_norm,
-                autocast=self.settings.autocast,
                 validation=validation,
                 state=self._state,
-                **self._run_arguments(accumulated),
+                **{"weight_fn": _count_one if accumulated > 1 else None, **self._run_arguments},
             )
         self._state = self.result.state
         self._optimizer.state = {}
         self._optimizer_is_newest = False
         self._take_rows(part)
-
-    def _run_arguments(self, accumulated: int) -> dict[str, Any]:
-        """Returns further arguments of a run. The user's arguments override the arguments that fit()
-        chooses."""
-        weight_fn = _count_one if accumulated > 1 else None
-        return {"weight_fn": weight_fn, "progress": self.settings.progress, **self.settings.run}
 
     def _check(self, trainer: Any) -> None:
         """Raises ValueError for unsupported callbacks, optimizers, schedulers and loaders, before a worker
@@ -361,11 +345,11 @@ class Pipeline:
     def _choose_microbatches(self, data: Batches, first: Mapping[str, Any]) -> int:
         if data.accumulated > 1:
             return data.accumulated
-        if self.settings.schedule == "auto":
+        if self._run_arguments["schedule"] == "auto":
             return 1  # the plan has the number
-        if self.settings.microbatches is not None:
-            return self.settings.microbatches
-        stages = self.settings.plan.num_stages_max
+        if self._asked_microbatches is not None:
+            return self._asked_microbatches
+        stages = self._asked_plan.num_stages_max
         size = int(first["total"])
         wanted = 1 if stages == 1 else 4 * stages
         chosen = max(m for m in range(1, min(wanted, size) + 1) if size % m == 0)
@@ -383,7 +367,7 @@ class Pipeline:
         assert self.steps is not None
         if has_batch_norm(self.steps):
             return "batch norm would normalize each piece by itself"
-        weight_fn = self.settings.run.get("weight_fn", _count_one)
+        weight_fn = self._run_arguments.get("weight_fn", _count_one)
         try:
             with self.steps.in_eval_mode():
                 pieces = chunk(first, num_pieces, name="a batch", minibatch=0)
@@ -404,13 +388,6 @@ class Pipeline:
             ' which run={"weight_fn": ...} can weigh'
         )
 
-    def _agree_on_plan(self, data: Batches) -> pipedream.Plan:
-        """Returns rank 0's plan."""
-        if not under_torchrun():
-            return self._make_plan(data)
-        made = shared_by_rank_0(rendezvous_prefix(), lambda: self._make_plan(data).to_dict())
-        return pipedream.Plan.from_dict(made)
-
     def _make_plan(self, data: Batches) -> pipedream.Plan:
         assert self.steps is not None
         with contextlib.ExitStack() as around:
@@ -421,10 +398,10 @@ class Pipeline:
                 self._recorder,
                 minibatches=20,
                 seconds=10,
-                autocast=self.settings.autocast,
+                autocast=self._run_arguments["autocast"],
             )
         profile = replace(profile, model=type(vars(self.steps)["lightning_module"]).__name__)
-        asked, schedule = self.settings.plan, self.settings.schedule
+        asked, schedule = self._asked_plan, self._run_arguments["schedule"]
         # With accumulated gradients the profile measures one of the minibatch's batches. A minibatch takes
         # longer, by the same factor in every layer.
         plan = asked.make(profile, schedule, "auto" if schedule == "auto" else self._microbatches)
@@ -480,13 +457,6 @@ def _count_one(batch: Any) -> float:
 
 def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _wait_for_all() -> None:
-    with torchrun_rendezvous(rendezvous_prefix(), START_TIMEOUT_S) as rendezvous:
-        rendezvous.publish(os.environ["RANK"], True)
-        ranks = [str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
-        rendezvous.wait_for(ranks, math.inf, lambda missing: f"no word of rank {missing[0]}")
 
 
 @contextlib.contextmanager

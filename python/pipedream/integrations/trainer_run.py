@@ -45,7 +45,6 @@ from pipedream.integrations.trainer_parts import (
 from pipedream.integrations.whole_optimizer import StageOptimizers, StageSchedulers
 from pipedream.launch.profiling import profile
 from pipedream.launch.runner import run
-from pipedream.launch.torchrun import shared_by_rank_0
 from pipedream.model.batch_norm import has_batch_norm
 from pipedream.model.seeding import generators_kept
 from pipedream.model.validation import Validation
@@ -151,13 +150,7 @@ class Training:
     def agree_on_plan(self, prefix: str | None) -> Plan:
         """Returns rank 0's plan, with the microbatches of the run."""
         asked = self._trainer._asked_plan
-        if asked.given is not None:
-            plan = asked.given
-        elif prefix is None:
-            plan = self._make_plan()
-        else:
-            made = shared_by_rank_0(f"{prefix}/plan", lambda: self._make_plan().to_dict())
-            plan = Plan.from_dict(made)
+        plan = asked.agreed(self._make_plan, None if prefix is None else f"{prefix}/plan")
         self._microbatches = self._microbatches_for(plan)
         self._pieces_per_batch = self._microbatches // self._trainer.args.gradient_accumulation_steps
         if self._pieces_per_batch > 1:
