@@ -37,9 +37,11 @@ __all__ = [
     "Part",
     "PartFile",
     "part_name",
+    "part_path",
     "problems_of",
     "read_manifest",
     "read_part",
+    "read_part_state",
     "write_manifest",
     "write_part",
     "write_whole",
@@ -191,6 +193,11 @@ def part_name(stage_index: int, replica_index: int) -> str:
     return f"stage-{stage_index}" + (f"-replica-{replica_index}" if replica_index > 0 else "")
 
 
+def part_path(folder: Path, stage_index: int, replica_index: int = 0) -> Path:
+    """Returns the path of a part's JSON."""
+    return folder / f"{part_name(stage_index, replica_index)}.json"
+
+
 def write_part(
     folder: Path, header: Header, part: Part, state: Mapping[str, Any], *, lasts: bool = True
 ) -> None:
@@ -205,7 +212,7 @@ def write_part(
         "checkpoint": _header_to_dict(header) | {"parts": [list(place) for place in header.parts]},
         "state": _finite(state),
     }
-    path = folder / f"{part_name(part.stage_index, part.replica_index)}.json"
+    path = part_path(folder, part.stage_index, part.replica_index)
     write_whole(path, "state", lambda file: file.write(_to_bytes(fields)), lasts=lasts)
     if lasts:
         _sync_folder(folder)
@@ -262,6 +269,11 @@ def read_part(path: Path) -> tuple[Header, Part, dict[str, Any]]:
         return _header_of(header, places), _part_of(fields, ""), _restored(fields["state"])
 
     return _told_for(path, parse)
+
+
+def read_part_state(folder: Path, stage_index: int, replica_index: int = 0) -> dict[str, Any]:
+    """Returns the state of a part that is not in tensors."""
+    return read_part(part_path(folder, stage_index, replica_index))[2]
 
 
 def problems_of(folder: Path, manifest: Manifest, *, checksums: bool = True) -> list[str]:

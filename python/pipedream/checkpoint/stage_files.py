@@ -21,6 +21,7 @@ from pipedream.checkpoint.manifest import (
     PartFile,
     part_name,
     read_part,
+    read_part_state,
     write_part,
     write_whole,
 )
@@ -109,7 +110,7 @@ def state_of(snapshot: StageSnapshot) -> dict[str, Any]:
 
 def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
     """Reads a part's snapshot, the reverse of contents_of() and state_of(). Its tensors are copies."""
-    _, _, state = read_part(folder / f"{part_name(part.stage_index, part.replica_index)}.json")
+    state = read_part_state(folder, part.stage_index, part.replica_index)
     strides: dict[str, list[int]] = state[_STRIDES]
 
     def read(kind: str, version: int | None = None, owner: int | None = None) -> dict[str, Tensor]:

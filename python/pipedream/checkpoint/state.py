@@ -57,9 +57,7 @@ if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
 
 __all__ = [
     "average_buffers",
-    "load_state",
     "mean_buffers",
-    "receive_state",
     "receive_values",
     "relay_state",
     "save_state",
@@ -67,7 +65,7 @@ __all__ = [
     "saved_values",
     "send_state",
     "send_values",
-    "set_buffers",
+    "set_state",
     "state_bytes",
     "write_tensors",
 ]
@@ -82,7 +80,7 @@ class Writable(Protocol):
 def send_state(core: _core.Worker, channel: str, stage: StageModule, *, only_buffers: bool = False) -> None:
     """Sends the stage's parameters and buffers, or only its buffers. Skips tensors on the meta device, which
     have no values."""
-    state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
+    state = _state_of(stage, only_buffers)
     send_values(core, channel, {name: tensor for name, tensor in state.items() if not tensor.is_meta})
 
 
@@ -91,12 +89,6 @@ def send_values(core: _core.Worker, channel: str, values: Mapping[str, Tensor]) 
     send_document(core, channel, described)
     send_tensors(core, channel, list(values.values()))
     core.wait_until_sent(channel)  # the core reads the tensors in place, and the next forward changes buffers
-
-
-def receive_state(core: _core.Worker, channel: str, stage: StageModule) -> None:
-    """Receives what send_state() sent, into the stage."""
-    for name, value in receive_values(core, channel).items():
-        _assign(stage, name, value)
 
 
 def receive_values(core: _core.Worker, channel: str) -> dict[str, Tensor]:
@@ -113,10 +105,7 @@ def average_buffers(stage: StageModule, of_others: Sequence[Mapping[str, Tensor]
 
     A buffer stays as it is if all replicas have equal values, or if their shapes differ. of_others: the other
     replicas' buffers by name."""
-    buffers = dict(stage.stage_buffers())
-    with torch.no_grad():
-        for name, mean in mean_buffers(buffers, of_others).items():
-            buffers[name].copy_(mean)
+    set_state(stage, mean_buffers(dict(stage.stage_buffers()), of_others))
 
 
 def mean_buffers(mine: Mapping[str, Tensor], of_others: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -148,19 +137,17 @@ def relay_state(core: _core.Worker, source: str, sink: str) -> None:
 
 
 def save_state(
-    stages: Sequence[StageModule],
+    stage: StageModule,
     path: str | os.PathLike[str],
     *,
     names: Collection[str] | None = None,
     only_buffers: bool = False,
 ) -> None:
-    """Writes a safetensors file. An existing file keeps its disk space and is written over.
+    """Writes the stage into a safetensors file. An existing file keeps its disk space and is written over.
 
     names: the tensors to save; None saves all. After a failure no file is left."""
-    state: dict[str, Tensor] = {}
-    for stage in stages:
-        of_stage = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
-        state |= {name: value for name, value in of_stage.items() if names is None or name in names}
+    of_stage = _state_of(stage, only_buffers)
+    state = {name: value for name, value in of_stage.items() if names is None or name in names}
     try:
         with open(path, "r+b" if os.path.exists(path) else "wb") as file:
             write_tensors(state, file)
@@ -173,7 +160,7 @@ def save_state(
 
 def state_bytes(stage: StageModule, *, only_buffers: bool = False) -> int:
     """The most bytes that save_state() writes, unless a tensor grows."""
-    state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
+    state = _state_of(stage, only_buffers)
     # 256 bytes are enough for a tensor's other fields in the header.
     return 1024 + sum(len(name.encode()) * 2 + 256 + tensor.nbytes for name, tensor in state.items())
 
@@ -224,31 +211,19 @@ def saved_values(path: str | os.PathLike[str], names: Collection[str] | None = N
     return values
 
 
-def load_state(stages: Sequence[StageModule], path: str | os.PathLike[str]) -> None:
-    """Loads a file that save_state() wrote into the stages."""
-    known = {name: stage for stage in stages for name in _state_of(stage)}
-    for name, value in saved_values(path).items():
-        _assign(known[name] if name in known else _owner_of(stages, name), name, value)
-
-
-def set_buffers(stage: StageModule, values: Mapping[str, Tensor]) -> None:
-    """Sets the stage's buffers to these values."""
+def set_state(stage: StageModule, values: Mapping[str, Tensor]) -> None:
+    """Sets the stage's parameters and buffers of these names."""
+    known = _state_of(stage)
     for name, value in values.items():
-        _assign(stage, name, value)
+        mine = known.get(name)
+        if mine is not None and mine.shape == value.shape and mine.dtype == value.dtype:
+            with torch.no_grad():
+                mine.copy_(value)  # in place: the user may hold the tensor
+        else:
+            stage.set_buffer(name, value.to(device_of([stage]) if mine is None else mine.device))
 
 
-def _state_of(stage: StageModule) -> dict[str, Tensor]:
+def _state_of(stage: StageModule, only_buffers: bool = False) -> dict[str, Tensor]:
+    if only_buffers:
+        return dict(stage.stage_buffers())
     return dict([*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers()])
-
-
-def _assign(stage: StageModule, name: str, value: Tensor) -> None:
-    mine = _state_of(stage).get(name)
-    if mine is not None and mine.shape == value.shape and mine.dtype == value.dtype:
-        with torch.no_grad():
-            mine.copy_(value)  # in place: the user may hold the tensor
-    else:
-        stage.set_buffer(name, value.to(device_of([stage]) if mine is None else mine.device))
-
-
-def _owner_of(stages: Sequence[StageModule], name: str) -> StageModule:
-    return next(stage for stage in stages if stage.owns(name))

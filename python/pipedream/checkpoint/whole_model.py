@@ -6,8 +6,9 @@ after a run. Runs on the caller's thread.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.checkpoint.checkpoint_folder import find_checkpoint
-from pipedream.checkpoint.manifest import Manifest, Part, part_name, read_part, write_whole
+from pipedream.checkpoint.manifest import Manifest, Part, read_part_state, write_whole
 from pipedream.checkpoint.stage_files import AVERAGE, FROZEN, NAMES, has_pieces, join_pieces, read_kind
 from pipedream.checkpoint.state import mean_buffers, write_tensors
 from pipedream.model.layers import Model, dtype_name, roots_of
@@ -161,15 +162,13 @@ def read_averages(checkpoint: Path, manifest: Manifest) -> tuple[dict[str, Tenso
     """Returns the averages of callbacks.EMA by full parameter name, and the number of versions in them.
     Returns ({}, 0) if the run kept no averages.
     """
+    of_parts = [read_part_state(checkpoint, part.stage_index, part.replica_index) for part in manifest.parts]
+    count = max(state.get("optimizer_document", {}).get("averaged", 0) for state in of_parts)
+    if not count:
+        return {}, 0
     averages: dict[str, Tensor] = {}
     known_as: dict[str, str] = {}
-    count = 0
-    for part in manifest.parts:
-        state = read_part(checkpoint / f"{part_name(part.stage_index, part.replica_index)}.json")[2]
-        count = max(count, state.get("optimizer_document", {}).get("averaged", 0))
-    for stage_index in sorted({part.stage_index for part in manifest.parts}) if count else ():
-        parts = [part for part in manifest.parts if part.stage_index == stage_index]
-        names = read_part(checkpoint / f"{part_name(stage_index, parts[0].replica_index)}.json")[2][NAMES]
+    for parts, names in _stages_of(checkpoint, manifest):
         saved = read_kind(checkpoint, [file for part in parts for file in part.of_kind("optimizer")])
         own = {name.removesuffix(AVERAGE): value for name, value in saved.items() if name.endswith(AVERAGE)}
         # The average of a shared parameter is read from the owner, because a stage that only uses the
@@ -184,18 +183,21 @@ def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool =
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     known_as: dict[str, str] = {}  # another name -> the name with the value
-    for stage_index in sorted({part.stage_index for part in manifest.parts}):
-        parts = [part for part in manifest.parts if part.stage_index == stage_index]
-        first = min(parts, key=lambda part: part.replica_index)
-        names = read_part(checkpoint / f"{part_name(stage_index, first.replica_index)}.json")[2][NAMES]
+    for parts, names in _stages_of(checkpoint, manifest):
         newest = _newest_of(checkpoint, parts, names)
         parameters |= {name: tensor for name, tensor in newest.items() if name not in names["tied"]}
-        parameters |= read_kind(checkpoint, first.of_kind(FROZEN))
+        parameters |= read_kind(checkpoint, parts[0].of_kind(FROZEN))
         left_out = names["not_saved"] if persistent else ()
-        means = _mean_buffers(checkpoint, parts)
+        means = _mean_of([read_kind(checkpoint, part.of_kind("buffers")) for part in parts])
         buffers |= {name: tensor for name, tensor in means.items() if name not in left_out}
         known_as |= _known_as(names)
     return WholeState(_with_all_names(parameters, known_as), _with_all_names(buffers, known_as))
+
+
+def _stages_of(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[list[Part], dict[str, Any]]]:
+    """Yields for each stage its replicas' parts, and its names_of_stage()."""
+    for stage_index, parts in itertools.groupby(manifest.parts, lambda part: part.stage_index):
+        yield [*parts], read_part_state(checkpoint, stage_index)[NAMES]
 
 
 def _known_as(names: Mapping[str, Any]) -> dict[str, str]:
@@ -222,15 +224,12 @@ def _newest_of(checkpoint: Path, parts: Sequence[Part], names: Mapping[str, Any]
 
     If the replicas have shards, joins the shards. If each replica has all weights, takes the means over the
     replicas, because with sync_every their weights differ."""
-    mine, *others = (read_kind(checkpoint, part.newest_weights) for part in parts)
-    found = {name: tensor for of_part in (mine, *others) for name, tensor in of_part.items()}
-    return join_pieces(found, names) if has_pieces(found) else mine | mean_buffers(mine, others)
+    of_parts = [read_kind(checkpoint, part.newest_weights) for part in parts]
+    found = {name: tensor for of_part in of_parts for name, tensor in of_part.items()}
+    return join_pieces(found, names) if has_pieces(found) else _mean_of(of_parts)
 
 
-def _mean_buffers(checkpoint: Path, parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Returns a stage's buffers, as means over its replicas. parts: the replicas' parts."""
-    mine, *others = (
-        read_kind(checkpoint, part.of_kind("buffers"))
-        for part in sorted(parts, key=lambda part: part.replica_index)
-    )
-    return mine | mean_buffers(mine, others) if others else mine
+def _mean_of(of_replicas: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the first replica's tensors, with the means over all replicas where they differ."""
+    mine, *others = of_replicas
+    return mine | mean_buffers(mine, others)

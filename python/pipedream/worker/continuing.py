@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipedream.checkpoint.checkpoint_folder import go_on_after, remove_incomplete
 from pipedream.checkpoint.checkpoints import Checkpoints
-from pipedream.checkpoint.manifest import Manifest, Part, part_name, read_manifest, read_part
+from pipedream.checkpoint.manifest import Manifest, Part, read_manifest, read_part_state
 from pipedream.checkpoint.run_state import RunState, WorkerState
 from pipedream.checkpoint.snapshot import StageSnapshot, decode
 from pipedream.checkpoint.stage_files import (
@@ -32,7 +32,7 @@ from pipedream.checkpoint.stage_files import (
     read_kind,
     read_snapshot,
 )
-from pipedream.checkpoint.state import set_buffers
+from pipedream.checkpoint.state import set_state
 from pipedream.checkpoint.whole_model import check_fits, read_averages, read_whole_state
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream
@@ -130,7 +130,7 @@ def kinds_of(continued: Continued) -> list[Shapes]:
     """Returns the shapes of minibatches for which the earlier run had planned its memory. They may be larger
     than the first minibatch."""
     checkpoint = Path(continued.path)
-    facts = _facts_of(checkpoint, read_manifest(checkpoint))
+    facts = read_part_state(checkpoint, 0)
     return [checked_shapes(KINDS, kind) for kind in facts.get(KINDS, ())]
 
 
@@ -139,7 +139,7 @@ class _CheckpointState(RunState):
 
     def __init__(self, checkpoint: Path, options: JobOptions) -> None:
         manifest = read_manifest(checkpoint)
-        facts = _facts_of(checkpoint, manifest)
+        facts = read_part_state(checkpoint, 0)
         super().__init__(
             {
                 "name": checkpoint.name,
@@ -169,10 +169,9 @@ class _CheckpointState(RunState):
         parts = _parts_by_place(self._manifest)
         snapshot = read_snapshot(self._checkpoint, parts[stage, replica])
         snapshot = replace(snapshot, versions=self._whole_versions(snapshot.versions, stage, "version"))
-        _, _, state = read_part(self._checkpoint / f"{part_name(stage, 0)}.json")
         if stage in snapshot.tied:
             snapshot.tied[stage] = self._whole_versions(snapshot.tied[stage], stage, "tied")
-        names: dict[str, list[Any]] = state[NAMES]["tied"]
+        names: dict[str, list[Any]] = read_part_state(self._checkpoint, stage)[NAMES]["tied"]
         for owner in sorted({owner for owner, _ in names.values()}):
             # With sync_every each replica has its own version of a tied parameter. It came from the owner's
             # replica with the same minibatches.
@@ -193,10 +192,10 @@ class _CheckpointState(RunState):
         newest = read_kind(self._checkpoint, files)
         if not has_pieces(newest):
             return own
-        _, _, state = read_part(self._checkpoint / f"{part_name(stage, 0)}.json")
+        names = read_part_state(self._checkpoint, stage)[NAMES]
         first = read_snapshot(self._checkpoint, parts[0])
         older = first.versions if kind == "version" else first.tied[stage]
-        return {**older, max(older): join_pieces(newest, state[NAMES])}
+        return {**older, max(older): join_pieces(newest, names)}
 
     def restore_generators(self, rank: int, stream: Any) -> None:
         """Does nothing here: go_to_position() restores them."""
@@ -221,7 +220,7 @@ def with_checkpoint(options: JobOptions) -> tuple[JobOptions, int | None]:
             f"seed is {options.seed}, and {checkpoint} is of a run with another: give the same, or leave seed"
             " out"
         )
-    facts = _facts_of(checkpoint, manifest)
+    facts = read_part_state(checkpoint, 0)
     is_at_boundary = manifest.header.minibatch == options.continues.minibatch
     if not is_at_boundary or facts["settings"] != options.settings_of_state():
         return options, seed
@@ -261,14 +260,14 @@ def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
     checkpoint = Path(continued.path)
     manifest = read_manifest(checkpoint)
     if (run.reads_inputs or run.reads_targets) and isinstance(source.stream, DataStream):
-        _, _, state = read_part(checkpoint / f"{part_name(0, 0)}.json")
+        state = read_part_state(checkpoint, 0)
         tensors = read_kind(checkpoint, manifest.parts[0].of_kind("tensors"))
         is_shown = run.options.output.progress and run.reads_inputs and run.rank == 0
         with skipping_shown(continued.minibatch, is_shown=is_shown) as tell:
             source.stream.go_to(continued.minibatch, decode(state[DATA], tensors), tell)
     if run.options.state is not None and run.plan.workers_used > 1:
         stage = run.own_stages()[0].stage_index
-        _, _, state = read_part(checkpoint / f"{part_name(stage, run.plan.replica_of(run.rank))}.json")
+        state = read_part_state(checkpoint, stage, run.plan.replica_of(run.rank))
         RngState.from_document(state[PROCESS]).restore()
 
 
@@ -287,7 +286,7 @@ def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str,
             for name, parameter in (*stage.trainable_parameters(), *stage.frozen_parameters()):
                 parameter.copy_(whole.parameters[name])
         own = {name: buffer for name, buffer in whole.buffers.items() if stage.owns(name)}
-        set_buffers(stage, own)
+        set_state(stage, own)
     snapshots = [read_snapshot(checkpoint, part) for part in manifest.parts]
     return [
         ({**snapshot.optimizer, **snapshot.document_tensors}, snapshot.optimizer_document)
@@ -306,12 +305,7 @@ def read_averages_of(continued: Continued | None) -> tuple[dict[str, Tensor], in
 def _state_of_last(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
     """Returns the state, without tensors, of the last stage's first replica."""
     last = max(part.stage_index for part in manifest.parts)
-    return read_part(checkpoint / f"{part_name(last, 0)}.json")[2]
-
-
-def _facts_of(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
-    first = manifest.parts[0]
-    return read_part(checkpoint / f"{part_name(first.stage_index, first.replica_index)}.json")[2]
+    return read_part_state(checkpoint, last)
 
 
 def _parts_by_place(manifest: Manifest) -> dict[tuple[int, int], Part]:

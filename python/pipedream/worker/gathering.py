@@ -26,11 +26,11 @@ from pipedream.checkpoint.run_state import RunState, WorkerState
 from pipedream.checkpoint.snapshot import on_host
 from pipedream.checkpoint.state import (
     average_buffers,
-    receive_state,
     receive_values,
     relay_state,
     send_state,
     send_values,
+    set_state,
 )
 from pipedream.common.errors import PipelineError, one_line
 from pipedream.common.rank_tree import children_of, parent_of, subtree_of
@@ -121,7 +121,7 @@ def _gather(
         for other in subtree_of(child, num_ranks):
             for stage in _gathered_stages_of(run, other):
                 if plan.replica_of(other) == 0:
-                    receive_state(core, tree_name(child, 0), stage)
+                    set_state(stage, receive_values(core, tree_name(child, 0)))
                 else:
                     of_stage = buffers.setdefault(stage.stage_index, {})
                     of_stage[plan.replica_of(other)] = receive_values(core, tree_name(child, 0))
@@ -210,7 +210,7 @@ def _hand_down(
     to_all = run.options.output.gather == "all" and run.place.folder is None
     for stage in run.stages if to_all else []:
         if above:
-            receive_state(core, above, stage)
+            set_state(stage, receive_values(core, above))
         for channel in below:
             send_state(core, channel, stage)
     if to_all:

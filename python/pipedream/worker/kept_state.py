@@ -18,7 +18,7 @@ from torch import Tensor
 from pipedream import _core
 from pipedream.checkpoint.run_state import RunState, WorkerState
 from pipedream.checkpoint.snapshot import StageSnapshot
-from pipedream.checkpoint.state import set_buffers
+from pipedream.checkpoint.state import set_state
 from pipedream.common.errors import PipelineError, one_line
 from pipedream.common.units import format_bytes
 from pipedream.data.minibatch_source import MinibatchSource
@@ -49,7 +49,7 @@ def snapshots_of(run: AgreedRun, state: RunState) -> dict[int, StageSnapshot]:
             _check_unchanged(stage, snapshot)
         else:
             _take_weights(stage, snapshot)
-        set_buffers(stage, snapshot.buffers)
+        set_state(stage, snapshot.buffers)
     return snapshots
 
 

@@ -26,7 +26,7 @@ from pipedream.budget.evaluation_rehearsal import RehearsedEvaluation, rehearse_
 from pipedream.budget.footprint import Footprint
 from pipedream.budget.offload import forced_offload
 from pipedream.budget.rehearsal import Handover, Rehearsal
-from pipedream.checkpoint.state import receive_state, relay_state, send_state
+from pipedream.checkpoint.state import receive_values, relay_state, send_state, set_state
 from pipedream.common.microbatches import Microbatches
 from pipedream.common.rank_tree import children_of, parent_of, subtree_of
 from pipedream.data.enlarged import enlarged, shaped
@@ -298,7 +298,7 @@ def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
     rank, num_ranks = run.rank, run.plan.workers_used
     above = "" if rank == 0 else tree_name(parent_of(rank), rank)
     for stage in run.held_stages_of(rank) if above else []:
-        receive_state(core, above, stage)
+        set_state(stage, receive_values(core, above))
     for child in children_of(rank, num_ranks):
         for other in subtree_of(child, num_ranks):
             for stage in run.held_stages_of(other):

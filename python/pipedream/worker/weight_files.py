@@ -28,11 +28,11 @@ from torch import Tensor
 from pipedream.checkpoint.stage_files import join_pieces
 from pipedream.checkpoint.state import (
     average_buffers,
-    load_state,
     mean_buffers,
     save_state,
     saved_names,
     saved_values,
+    set_state,
     state_bytes,
     write_tensors,
 )
@@ -137,7 +137,7 @@ def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
         names = stage.persistent_names() if persistent else None
         path = _file_of(folder, run.plan, stage.stage_index, replica)
         folder.mkdir(parents=True, exist_ok=True)
-        save_state([stage], _part_of(path), names=names, only_buffers=replica > 0)
+        save_state(stage, _part_of(path), names=names, only_buffers=replica > 0)
         if not persistent:
             _part_of(path).replace(path)
 
@@ -197,7 +197,7 @@ def load_weights(stages: Iterable[StageModule], plan: Plan, folder: Path) -> Non
     try:
         for stage in stages:
             index = stage.stage_index
-            load_state([stage], _file_of(folder, plan, index))
+            set_state(stage, saved_values(_file_of(folder, plan, index)))
             average_buffers(stage, _of_other_replicas(folder, plan, index))
     except Exception as error:
         kept = Path(tempfile.mkdtemp(prefix="trained-weights-", dir=folder.parent))
@@ -219,7 +219,7 @@ def keep_newest(run: AgreedRun) -> None:
         reserved = _part_of(_file_of(folder, run.plan, stage.stage_index, replica))
         if reserved.exists():
             reserved.replace(_part_of(path))
-        save_state([stage], _part_of(path))
+        save_state(stage, _part_of(path))
         _part_of(path).replace(path)
 
 
@@ -241,7 +241,7 @@ def load_newest(stages: Iterable[StageModule], plan: Plan, folder: Path) -> list
             missing.append(stage.stage_index)
             continue
         has_loaded = True
-        load_state([stage], kept[0])
+        set_state(stage, saved_values(kept[0]))
         average_buffers(stage, [saved_values(path) for path in kept[1:]])
     return missing if has_loaded else None
 

@@ -83,8 +83,8 @@ def test_weights_that_the_model_cannot_take_are_kept(tmp_path: Path, monkeypatch
 
     plan, model, folder = Plan.straight(2, 1), _model(), tmp_path / "run"
     folder.mkdir()
-    save_state(split(model, plan), folder / "model-00001-of-00001.safetensors")
-    monkeypatch.setattr(weight_files, "load_state", fail)
+    save_state(split(model, plan)[0], folder / "model-00001-of-00001.safetensors")
+    monkeypatch.setattr(weight_files, "set_state", fail)
     with pytest.raises(PipelineError, match=r"\(no memory\): they are in ") as failed:
         load_weights(split(model, plan), plan, folder)
     kept = Path(re.sub(".*they are in ", "", str(failed.value)))
