@@ -48,7 +48,8 @@ std::int64_t begun_with(const ScheduleOptions& options, const Rounds& rounds) {
   return rounds.round_of(options.oldest_minibatch.value_or(options.first_minibatch));
 }
 
-// counted: the stage whose replicas and rounds convert the delay into versions (VersionRule).
+// Makes the rule of a stage. counted: the stage whose numbers of replicas and of microbatches per round are r
+// and c in the rule (VersionRule).
 VersionRule make_rule(const ScheduleOptions& options, StageIndex stage, StageIndex counted,
                       std::int64_t delay) {
   const Rounds rounds = make_rounds(options, stage);

@@ -4,19 +4,16 @@ two updates. Pure; any thread; needs no torch.
 Replicas push gradients to the owners of shards and pull versions from them. With the codec "factors" they
 push factors of gradients where these are smaller (factor_rule.py).
 
-A stage has M bytes of parameters, n replicas and k spares. Each replica owns a shard of a M bytes, each spare
-one of b M bytes. In a round a replica sends each other replica 2 a M bytes: its gradients for that replica's
-shard, and its own shard of the next version. It sends each spare b M bytes of gradients. Transfers share a
-link evenly, so with b = 2 a all of them end at once. The spare sends to nobody until the first chunk has come
-from all replicas. After the last bytes have come, it still sends one chunk to each replica. The second row
-is for many spares (n^2 <= 2 k (k - 1)), which own all parameters:
+A stage has M bytes of parameters, n replicas and k spares. B is the bandwidth in bytes per second in each
+direction, C the size of a chunk of a spare's shard (csrc/schedule/shard_sizes.h explains the shares):
 
-    a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    round = (2 (n + k - 1) / (n + 2 k) M + n C) / B
-    a = 0                b = 1 / k            round = (n / k M + n C) / B
+    share of a replica    share of a spare    time of a round
+    1 / (n + 2 k)         2 / (n + 2 k)       (2 (n + k - 1) / (n + 2 k) M + n C) / B
+    0                     1 / k               (n / k M + n C) / B                       n^2 <= 2 k (k - 1)
+    1 / n                 no spares           2 (n - 1) / n M / B
 
-B is the bandwidth in bytes per second in each direction, C the size of a chunk of a spare's shard. For k = 1
-and k = n these are the shares of BytePS (OSDI'20, section 4.1). Without spares a round takes 2 (n - 1) / n M
-/ B. Two replicas gain nothing from spares.
+A spare sends nothing until it has received its first chunk from all replicas. Therefore a round takes n C / B
+longer. Two replicas gain nothing from spares.
 """
 
 from __future__ import annotations

@@ -398,7 +398,8 @@ class CallerSettings:
     anomalies: tuple[bool, bool]
     """Whether autograd's anomaly detection is on, and whether it checks for NaN."""
     start_method: str
-    """How a DataLoader starts its processes. A spawned worker would otherwise use "spawn"."""
+    """The method by which a DataLoader starts its processes. Without this setting, a worker that was spawned
+    itself would use "spawn"."""
     sharing_strategy: str
     """How a DataLoader's processes hand over tensors (torch.multiprocessing)."""
 

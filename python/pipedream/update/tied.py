@@ -2,9 +2,8 @@
 it once per round.
 
 The owner is the most upstream stage that uses the parameter. All uses of a microbatch, forward and backward,
-read the same version. If the schedule lets stages read different versions of their own weights, tied
-parameters are read at the
-version that vertical sync would read at the owner (docs/schedules.md).
+read the same version. If the schedule lets stages read different versions of their own weights, that is the
+version which vertical sync would read at the owner (docs/schedules.md).
 
     user    RECV tied_version   before a forward: versions up to the one that the forward reads
             SEND tied_gradient  after its last backward of a minibatch: its gradient of that minibatch

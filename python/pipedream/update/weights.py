@@ -74,8 +74,7 @@ class WeightVersions:
 
     `slots` are flat uint8 tensors; the parameters are copied into the newest version's slot. `resident` says
     which versions are in device memory; None if all of them are. A leaf views the memory in which its version
-    lies; while the version is not in device memory, the leaf reads
-    as NaN."""
+    lies. While the version is not in device memory, the leaf reads as NaN."""
 
     def __init__(
         self,
