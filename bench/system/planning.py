@@ -31,7 +31,7 @@ from pipedream.common.units import parse_bandwidth
 from pipedream.planning.factor_rule import core_factors
 from pipedream.planning.layer_profile import WeightFactors
 from pipedream.planning.prediction import steady_minibatches
-from pipedream.planning.simulator import StageTimes, simulate
+from pipedream.planning.simulator import simulate
 
 SIZES = ((23, 16), (40, 16), (136, 64), (400, 256), (400, 1024))
 LIMITED_WORKERS_MAX = 64  # the time of the search within limits grows with the square of the workers
@@ -93,7 +93,7 @@ def simulate_plan(profile: Profile, plan: Plan) -> int:
         forward_ms, backward_ms = (
             sum(getattr(layer, name) for layer in layers) for name in ("forward_ms", "backward_ms")
         )
-        times.append(StageTimes(forward_ms, backward_ms))
+        times.append(_core.StageDurations(forward_ms, backward_ms))
     simulate(programs, times)
     return sum(map(len, programs))
 

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from pipedream import _core, reference
 from pipedream.planning.plan import Plan
-from pipedream.planning.simulator import StageTimes, TimedInstruction, simulate, summarize
+from pipedream.planning.simulator import TimedInstruction, simulate, summarize
 from pipedream.report.result import WorkSpan
 from torch import Tensor, nn
 
@@ -218,7 +218,7 @@ def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str,
         microbatches=microbatches,
         progress=False,
     )
-    times = StageTimes(
+    times = _core.StageDurations(
         forward_ms=1e3 * FORWARD_S * share / microbatches, backward_ms=1e3 * BACKWARD_S * share / microbatches
     )
     options = options_of(schedule, plan, microbatches)

@@ -128,25 +128,25 @@ py::tuple summarize_programs(const Programs& programs,
 }
 
 void bind_durations(py::module_& module) {
+  using Given = std::optional<double>;
   py::class_<StageDurations>(module, "StageDurations", "How long a stage takes, in milliseconds.")
-      .def(py::init([](double forward_ms, double later_forward_ms, double backward_ms,
-                       double later_backward_ms, double recompute_ms, double update_ms, double push_ms,
-                       double pull_ms, double sync_latency_ms, double num_chunks,
+      .def(py::init([](double forward_ms, double backward_ms, double update_ms, Given recompute_ms,
+                       double pull_ms, Given later_forward_ms, Given later_backward_ms, Given push_ms,
+                       double sync_latency_ms, std::optional<std::int64_t> num_replicas, double spare_push_ms,
+                       double spare_pull_ms, double spare_update_ms, double num_chunks,
                        std::vector<std::pair<double, double>> push_leads_ms, bool updates_whole,
-                       const std::vector<std::array<double, 3>>& wakings_ms,
-                       std::optional<std::int64_t> num_replicas, double spare_push_ms, double spare_pull_ms,
-                       double spare_update_ms) {
+                       const std::vector<std::array<double, 3>>& wakings_ms) {
              std::vector<WakingDurations> wakings;
              for (const auto& [forward, backward, update] : wakings_ms) {
                wakings.push_back({forward, backward, update});
              }
              return StageDurations{forward_ms,
-                                   later_forward_ms,
+                                   later_forward_ms.value_or(forward_ms),
                                    backward_ms,
-                                   later_backward_ms,
-                                   recompute_ms,
+                                   later_backward_ms.value_or(backward_ms),
+                                   recompute_ms.value_or(forward_ms),
                                    update_ms,
-                                   push_ms,
+                                   push_ms.value_or(pull_ms),
                                    pull_ms,
                                    sync_latency_ms,
                                    num_chunks,
@@ -158,19 +158,27 @@ void bind_durations(py::module_& module) {
                                    spare_pull_ms,
                                    spare_update_ms};
            }),
-           py::kw_only(), py::arg("forward_ms"), py::arg("later_forward_ms"), py::arg("backward_ms"),
-           py::arg("later_backward_ms"), py::arg("recompute_ms") = 0.0, py::arg("update_ms") = 0.0,
-           py::arg("push_ms") = 0.0, py::arg("pull_ms") = 0.0, py::arg("sync_latency_ms") = 0.0,
-           py::arg("num_chunks") = 1.0, py::arg("push_leads_ms") = std::vector<std::pair<double, double>>(),
-           py::arg("updates_whole") = false, py::arg("wakings_ms") = std::vector<std::array<double, 3>>(),
+           py::arg("forward_ms"), py::arg("backward_ms"), py::arg("update_ms") = 0.0,
+           py::arg("recompute_ms") = py::none(), py::arg("pull_ms") = 0.0,
+           py::arg("later_forward_ms") = py::none(), py::arg("later_backward_ms") = py::none(),
+           py::arg("push_ms") = py::none(), py::arg("sync_latency_ms") = 0.0,
            py::arg("num_replicas") = py::none(), py::arg("spare_push_ms") = 0.0,
-           py::arg("spare_pull_ms") = 0.0, py::arg("spare_update_ms") = 0.0);
+           py::arg("spare_pull_ms") = 0.0, py::arg("spare_update_ms") = 0.0, py::arg("num_chunks") = 1.0,
+           py::arg("push_leads_ms") = std::vector<std::pair<double, double>>(),
+           py::arg("updates_whole") = false, py::arg("wakings_ms") = std::vector<std::array<double, 3>>())
+      .def_readonly("forward_ms", &StageDurations::forward_ms)
+      .def_readonly("backward_ms", &StageDurations::backward_ms)
+      .def_readonly("update_ms", &StageDurations::update_ms)
+      .def_readonly("pull_ms", &StageDurations::pull_ms);
   py::class_<BoundaryDurations>(module, "BoundaryDurations",
                                 "How long a microbatch is on its way over a boundary, in milliseconds.")
       .def(py::init([](double activation_ms, double gradient_ms, double latency_ms) {
              return BoundaryDurations{activation_ms, gradient_ms, latency_ms};
            }),
-           py::arg("activation_ms"), py::arg("gradient_ms"), py::arg("latency_ms"));
+           py::arg("activation_ms"), py::arg("gradient_ms"), py::arg("latency_ms") = 0.0)
+      .def_readonly("activation_ms", &BoundaryDurations::activation_ms)
+      .def_readonly("gradient_ms", &BoundaryDurations::gradient_ms)
+      .def_readonly("latency_ms", &BoundaryDurations::latency_ms);
 }
 
 }  // namespace

@@ -339,30 +339,69 @@ def memory_of_plan(
 ) -> list[float]: ...
 
 class StageDurations:
+    """How long a stage's work takes, in milliseconds. Forward and backward times are per microbatch,
+    update_ms is per update.
+
+    recompute_ms: time to repeat a forward. None: as forward_ms.
+    pull_ms: time in which a replica pulls a shard from one other replica. push_ms: time of a push; None: as
+        pull_ms.
+    later_forward_ms, later_backward_ms: times of the second and later microbatches of a minibatch. They may
+        differ from the first's, which finds a new version and no gradients yet. None: as the first.
+    sync_latency_ms: latency of each push and pull, in addition.
+    num_replicas: number of the stage's replicas. Spares are numbered after the replicas.
+    spare_push_ms: time of a push to a spare.
+    spare_pull_ms: time that a pull from a spare still takes after all pushes have arrived. A spare sends new
+        chunks while it receives gradients, so part of the pull is done by then.
+    num_chunks: number of equal chunks in which a shard is sent. The owner updates a chunk and sends its new
+        version while the next chunks arrive.
+    push_leads_ms: for each owner, two times: how long before the end of the last backward its first chunk is
+        pushed, and its last chunk. Empty: all chunks are pushed after the backward.
+    updates_whole: whether an update waits for all chunks, as it must if norms of gradients are computed.
+    wakings_ms: for each of the replay's wakings, the additional time of a forward, a backward and an update.
+    """
+
     def __init__(
         self,
-        *,
         forward_ms: float,
-        later_forward_ms: float,
         backward_ms: float,
-        later_backward_ms: float,
-        recompute_ms: float = 0.0,
         update_ms: float = 0.0,
-        push_ms: float = 0.0,
+        recompute_ms: float | None = None,
         pull_ms: float = 0.0,
+        later_forward_ms: float | None = None,
+        later_backward_ms: float | None = None,
+        push_ms: float | None = None,
         sync_latency_ms: float = 0.0,
-        num_chunks: float = 1.0,
-        push_leads_ms: Sequence[tuple[float, float]] = (),
-        updates_whole: bool = False,
-        wakings_ms: Sequence[tuple[float, float, float]] = (),
         num_replicas: int | None = None,
         spare_push_ms: float = 0.0,
         spare_pull_ms: float = 0.0,
         spare_update_ms: float = 0.0,
+        num_chunks: float = 1.0,
+        push_leads_ms: Sequence[tuple[float, float]] = (),
+        updates_whole: bool = False,
+        wakings_ms: Sequence[tuple[float, float, float]] = (),
     ) -> None: ...
+    @property
+    def forward_ms(self) -> float: ...
+    @property
+    def backward_ms(self) -> float: ...
+    @property
+    def update_ms(self) -> float: ...
+    @property
+    def pull_ms(self) -> float: ...
 
 class BoundaryDurations:
-    def __init__(self, activation_ms: float, gradient_ms: float, latency_ms: float) -> None: ...
+    """How long one microbatch's tensors take to cross a boundary, downstream and upstream, in milliseconds.
+    During latency_ms, which is added, the link may already carry the next tensors. Tied parameters and norms
+    are assumed to take no time. For traffic between replicas see StageDurations.
+    """
+
+    def __init__(self, activation_ms: float, gradient_ms: float, latency_ms: float = 0.0) -> None: ...
+    @property
+    def activation_ms(self) -> float: ...
+    @property
+    def gradient_ms(self) -> float: ...
+    @property
+    def latency_ms(self) -> float: ...
 
 def steady_ms(
     options: ScheduleOptions,

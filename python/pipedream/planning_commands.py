@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from pipedream.command_line import JsonOption, check_output, links_or_bandwidth, print_result, with_notes
+from pipedream.common.document import check_number
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.codec_choice import parse_codec_text
 from pipedream.planning.layer_profile import Profile
@@ -385,7 +385,8 @@ def trace_command(
     if as_text and as_json:
         raise ValueError("--text and --json both print on stdout: give one of them")
     check_output(output)
-    given_times = dataclasses.replace(read_times(times), shard_ms=shard)
+    given_times = read_times(times, shard)
+    check_number("transfer_ms", transfer)
     traced = make_traced(
         TraceRequest(
             schedule=schedule,

@@ -29,7 +29,6 @@ __all__ = [
     "CutCost",
     "ItemCost",
     "Spread",
-    "StageWaking",
     "Waking",
     "measured_spread",
     "microbatch_counts",
@@ -199,21 +198,6 @@ def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> floa
     whole minibatch.
     """
     return sum(waking.shares.get(kind, 0.0) * waking.part(waited_ms) for waking in wakings)
-
-
-@dataclass(frozen=True)
-class StageWaking:
-    """The costs of waiting in milliseconds, for the items of each stage of a plan."""
-
-    wakings: Sequence[Waking] = ()
-    by_stage_ms: Sequence[Sequence[Mapping[str, float]]] = ()
-    """Milliseconds by stage, then by entry of `wakings`, then by kind of item."""
-
-    def __bool__(self) -> bool:
-        return any(
-            waking.after_ms > 0 and any(of_stage[index] for of_stage in self.by_stage_ms)
-            for index, waking in enumerate(self.wakings)
-        )
 
 
 _DECK_SIZE = 20

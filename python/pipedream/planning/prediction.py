@@ -18,18 +18,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipedream.common.document import read_value
-from pipedream.planning.item_cost import EVEN, Spread, StageWaking, Waking
+from pipedream.planning.item_cost import EVEN, Spread, Waking
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_schedule import minibatches_per_body, schedule_of, versions_kept
 from pipedream.planning.runtime_costs import StageCosts, costs_of, predicted_rows
-from pipedream.planning.simulator import (
-    SharedHost,
-    Simulation,
-    StageTimes,
-    TransferTimes,
-    simulate,
-    steady_ms,
-)
+from pipedream.planning.simulator import Conditions, SharedHost, Simulation, simulate, steady_ms
 from pipedream.planning.synced_bytes import SyncedBytes, all_reduce_ms, exchange_times, shard_shares
 
 if TYPE_CHECKING:
@@ -72,18 +65,8 @@ def predict_ms(
     """
     if costs_of(plan) is None:
         return plan.bottleneck_ms
-    timing = _timing_of(plan, schedule, spreads=spreads)
     num_minibatches = steady_minibatches(plan, schedule, steady_rounds)
-    return steady_ms(
-        schedule,
-        num_minibatches,
-        timing.times,
-        timing.transfers,
-        host=timing.host,
-        spread=timing.spread,
-        waking=timing.waking,
-        one_link=True,
-    )
+    return steady_ms(schedule, num_minibatches, *_timing_of(plan, schedule, spreads=spreads))
 
 
 def predict_ms_of_run(plan: Plan, schedule: _core.ScheduleOptions) -> float | None:
@@ -149,27 +132,7 @@ def simulate_programs(
     the costs assume.
     """
     timing = _timing_of(plan, schedule, spreads=spreads, sync_shares=sync_shares)
-    return simulate(
-        programs,
-        timing.times,
-        timing.transfers,
-        timing.spread,
-        timing.waking,
-        host=timing.host,
-        one_link=True,
-        minibatches_per_body=minibatches_per_body(schedule),
-    )
-
-
-class _Timing(NamedTuple):
-    """The arguments of the simulator for one plan."""
-
-    times: list[StageTimes]
-    transfers: list[TransferTimes]
-    spread: Spread
-    host: SharedHost | None
-    """The machine whose cores the workers share."""
-    waking: StageWaking
+    return simulate(programs, *timing, minibatches_per_body=minibatches_per_body(schedule))
 
 
 def _timing_of(
@@ -178,8 +141,10 @@ def _timing_of(
     *,
     spreads: bool,
     sync_shares: Sequence[SyncedBytes] | None = None,
-) -> _Timing:
-    """Returns the timing of a plan that has costs. The arguments are those of simulate_programs()."""
+) -> tuple[list[_core.StageDurations], list[_core.BoundaryDurations], Conditions]:
+    """Returns the arguments of the simulator for a plan that has costs. The arguments are those of
+    simulate_programs().
+    """
     from pipedream import _core
 
     costs = costs_of(plan, drains=_core.drains_every_minibatch(schedule))
@@ -195,16 +160,17 @@ def _timing_of(
     sizes: list[float | None] = [None] * plan.num_stages
     if predicted.get("stage_parameter_bytes") is not None:
         sizes = predicted_rows(plan, "stage_parameter_bytes", float, plan.num_stages, "stages")
-    return _Timing(
-        [
-            _times(*stage, schedule, speed)
-            for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)
-        ],
-        [link.of_microbatch(m) for link in boundary_links(plan)],
-        read_value("predicted.spread", predicted.get("spread", {}), Spread) if spreads else EVEN,
-        None if is_alone else host,
-        StageWaking(wakings, [cost.waking_ms for cost in costs]),
+    times = [
+        _times(*stage, schedule, speed)
+        for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)
+    ]
+    conditions = Conditions(
+        host=None if is_alone else host,
+        spread=read_value("predicted.spread", predicted.get("spread", {}), Spread) if spreads else EVEN,
+        waking_after_ms=[waking.after_ms for waking in wakings],
+        one_link=True,
     )
+    return times, [link.of_microbatch(m) for link in boundary_links(plan)], conditions
 
 
 def _check_counts(plan: Plan, costs: Sequence[StageCosts], num_wakings: int) -> None:
@@ -232,7 +198,9 @@ def _times(
     parameter_bytes: float | None,
     schedule: _core.ScheduleOptions,
     speed: float,
-) -> StageTimes:
+) -> _core.StageDurations:
+    from pipedream import _core
+
     # After an all-reduce every replica updates all of the stage's parameters.
     updated = 1.0 if schedule.uses_allreduce else 1 / stage.num_replicas
     num_microbatches = schedule.num_microbatches
@@ -252,16 +220,19 @@ def _times(
         exchange["updates_whole"] = schedule.exchanges_norms
         of_last = cost.backward.first if num_microbatches == 1 else cost.backward.later
         backward_ms = of_last(num_microbatches) / speed
-        exchange["push_leads_ms"] = tuple(
+        exchange["push_leads_ms"] = [
             (first * backward_ms, last * backward_ms) for first, last in cost.push_leads
-        )
-    return StageTimes(
+        ]
+    return _core.StageDurations(
         forward_ms=cost.forward.first(num_microbatches) / speed,
         later_forward_ms=cost.forward.later(num_microbatches) / speed,
         backward_ms=cost.backward.first(num_microbatches) / speed,
         later_backward_ms=cost.backward.later(num_microbatches) / speed,
         update_ms=update_ms,
         sync_latency_ms=cost.sync_latency_ms,
+        wakings_ms=[
+            (ms.get("FORWARD", 0.0), ms.get("BACKWARD", 0.0), ms.get("UPDATE", 0.0)) for ms in cost.waking_ms
+        ],
         **exchange,
     )
 
@@ -285,9 +256,13 @@ class LinkCosts(NamedTuple):
     back_ms: float | None = None
     """Time of the gradients, if it differs from one_way_ms."""
 
-    def of_microbatch(self, num_microbatches: int) -> TransferTimes:
+    def of_microbatch(self, num_microbatches: int) -> _core.BoundaryDurations:
+        from pipedream import _core
+
         back_ms = self.one_way_ms if self.back_ms is None else self.back_ms
-        return TransferTimes(self.one_way_ms / num_microbatches, back_ms / num_microbatches, self.latency_ms)
+        return _core.BoundaryDurations(
+            self.one_way_ms / num_microbatches, back_ms / num_microbatches, self.latency_ms
+        )
 
 
 def boundary_links(plan: Plan) -> list[LinkCosts]:

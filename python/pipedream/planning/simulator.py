@@ -18,28 +18,49 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.document import check_number, check_whole
-from pipedream.planning.item_cost import EVEN, Spread, StageWaking, shuffler
+from pipedream.planning.item_cost import EVEN, Spread, shuffler
 
 if TYPE_CHECKING:
     from pipedream import _core
 
 __all__ = [
+    "Conditions",
     "SharedHost",
     "Simulation",
-    "StageTimes",
     "TimedInstruction",
     "Transfer",
-    "TransferTimes",
     "ms_per_minibatch",
     "simulate",
     "steady_ms",
     "summarize",
 ]
+
+
+class Conditions(NamedTuple):
+    """The conditions of a replay in addition to its durations."""
+
+    host: SharedHost | None = None
+    """The machine whose workers slow each other. None: no slowing."""
+    spread: Spread = EVEN
+    """How single instructions vary about their durations."""
+    waking_after_ms: Sequence[float] = ()
+    """The wait after which an instruction costs more (Waking), for each of StageDurations.wakings_ms."""
+    one_link: bool = False
+    """Whether a worker has a single link to all others, as a host has one network interface."""
+
+    def of_core(self) -> dict[str, Any]:
+        return {
+            "host": None if self.host is None else (self.host.num_workers, self.host.speeds()),
+            "waking_after_ms": self.waking_after_ms,
+            "one_link": self.one_link,
+            "factors": self.spread,
+            "shuffled": shuffler(self.spread),
+        }
 
 
 class TimedInstruction(NamedTuple):
@@ -97,23 +118,16 @@ class Simulation:
 
 def simulate(
     programs: Sequence[Sequence[_core.Instruction]],
-    stage_times: StageTimes | Sequence[StageTimes],
-    transfer_ms: float | Sequence[TransferTimes] = 0.0,
-    spread: Spread = EVEN,
-    waking: StageWaking | None = None,
+    stage_times: _core.StageDurations | Sequence[_core.StageDurations],
+    transfer_ms: float | Sequence[_core.BoundaryDurations] = 0.0,
+    conditions: Conditions | None = None,
     *,
-    host: SharedHost | None = None,
-    one_link: bool = False,
     minibatches_per_body: int = 1,
 ) -> Simulation:
     """Replays one list per worker.
 
-    stage_times: one StageTimes for all stages, or one per stage.
-    transfer_ms: one time for every transfer, or a TransferTimes per boundary between a stage and the next.
-    spread: how single instructions vary about these times.
-    waking: the additional cost of work after waits. None: no cost.
-    host: the machine whose workers slow each other. None: no slowing.
-    one_link: whether a worker has a single link to all others, as a host has one network interface.
+    stage_times: the durations of all stages alike, or of each stage.
+    transfer_ms: one time for every transfer, or the durations of each boundary between a stage and the next.
     minibatches_per_body: the number of minibatches after which the lists repeat.
 
     Raises ValueError if lists wait for each other, naming each worker and the event that it waits for. Also
@@ -122,22 +136,12 @@ def simulate(
     """
     from pipedream import _core
 
-    durations: Any
-    if not isinstance(stage_times, StageTimes):
-        durations = _durations(stage_times, waking)
-    elif waking:
-        durations = _durations([stage_times] * len(waking.by_stage_ms), waking)
-    else:
-        durations = stage_times.durations()
-    boundaries: Any
+    boundaries: Any = transfer_ms
     if isinstance(transfer_ms, (int, float)):
-        both_ms = check_number("transfer_ms", transfer_ms)
-        boundaries = TransferTimes(both_ms, both_ms).durations()
-    else:
-        boundaries = [times.durations() for times in transfer_ms]
-    how = _conditions(host, spread, waking, one_link) | {"minibatches_per_body": minibatches_per_body}
+        boundaries = _core.BoundaryDurations(transfer_ms, transfer_ms)
+    how = (conditions or Conditions()).of_core() | {"minibatches_per_body": minibatches_per_body}
     with _collector_paused():
-        rows, transfers, figures = _core.simulate(programs, durations, boundaries, **how)
+        rows, transfers, figures = _core.simulate(programs, stage_times, boundaries, **how)
         timeline = tuple(
             tuple(map(TimedInstruction, program, begins_ms, ends_ms))
             for program, (begins_ms, ends_ms) in zip(programs, rows, strict=True)
@@ -174,13 +178,9 @@ def summarize(timeline: Sequence[Sequence[TimedInstruction]]) -> Simulation:
 def steady_ms(
     schedule: _core.ScheduleOptions,
     num_minibatches: int,
-    stage_times: Sequence[StageTimes],
-    transfers: Sequence[TransferTimes],
-    *,
-    host: SharedHost | None = None,
-    spread: Spread = EVEN,
-    waking: StageWaking | None = None,
-    one_link: bool = False,
+    stage_times: Sequence[_core.StageDurations],
+    transfers: Sequence[_core.BoundaryDurations],
+    conditions: Conditions,
 ) -> float:
     """Returns milliseconds per minibatch in the steady state of the schedule's lists.
 
@@ -189,9 +189,7 @@ def steady_ms(
     """
     from pipedream import _core
 
-    boundaries = [times.durations() for times in transfers]
-    how = _conditions(host, spread, waking, one_link)
-    return _core.steady_ms(schedule, num_minibatches, _durations(stage_times, waking), boundaries, **how)
+    return _core.steady_ms(schedule, num_minibatches, stage_times, transfers, **conditions.of_core())
 
 
 def ms_per_minibatch(simulation: Simulation) -> float:
@@ -200,134 +198,6 @@ def ms_per_minibatch(simulation: Simulation) -> float:
     """
     steady = simulation.ms_per_minibatch
     return simulation.makespan_ms / simulation.num_minibatches if steady is None else steady
-
-
-def _durations(stage_times: Sequence[StageTimes], waking: StageWaking | None) -> list[_core.StageDurations]:
-    of_stages_ms = waking.by_stage_ms if waking else [()] * len(stage_times)
-    return [times.durations(costs_ms) for times, costs_ms in zip(stage_times, of_stages_ms, strict=True)]
-
-
-def _conditions(
-    host: SharedHost | None, spread: Spread, waking: StageWaking | None, one_link: bool
-) -> dict[str, Any]:
-    """Returns these arguments in the core's form."""
-    return {
-        "host": None if host is None else (host.num_workers, host.speeds()),
-        "waking_after_ms": [one.after_ms for one in waking.wakings] if waking else [],
-        "one_link": one_link,
-        "factors": spread,
-        "shuffled": shuffler(spread),
-    }
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """How long a stage's work takes, in milliseconds. Forward and backward times are per microbatch,
-    update_ms is per update.
-
-    recompute_ms: time to repeat a forward. None: as forward_ms.
-    later_forward_ms, later_backward_ms: times of the second and later microbatches of a minibatch. They may
-        differ from the first's, which finds a new version and no gradients yet. None: as the first.
-    shard_ms: time in which a replica pushes a shard to one other replica, or pulls one from it.
-    push_ms: time of a push, if a push has another size than a pull. None: as shard_ms.
-    sync_latency_ms: latency of each push and pull, in addition.
-    num_chunks: number of equal chunks in which a shard is sent. The owner updates a chunk and sends its new
-        version while the next chunks arrive.
-    push_leads_ms: for each owner, two times: how long before the end of the last backward its first chunk is
-        pushed, and its last chunk. Empty: all chunks are pushed after the backward.
-    updates_whole: whether an update waits for all chunks, as it must if norms of gradients are computed.
-    num_replicas: number of the stage's replicas. Spares are numbered after the replicas.
-    spare_push_ms: time of a push to a spare.
-    spare_shard_ms: time that a pull from a spare still takes after all pushes have arrived. A spare sends new
-        chunks while it receives gradients, so part of the pull is done by then.
-
-    Raises ValueError naming the field for a negative or infinite figure.
-    """
-
-    forward_ms: float
-    backward_ms: float
-    update_ms: float = 0.0
-    recompute_ms: float | None = None
-    shard_ms: float = 0.0
-    later_forward_ms: float | None = None
-    later_backward_ms: float | None = None
-    push_ms: float | None = None
-    sync_latency_ms: float = 0.0
-    num_replicas: int | None = None
-    spare_push_ms: float = 0.0
-    spare_shard_ms: float = 0.0
-    spare_update_ms: float = 0.0
-    num_chunks: int = 1
-    push_leads_ms: Sequence[tuple[float, float]] = ()
-    updates_whole: bool = False
-
-    def __post_init__(self) -> None:
-        for name in (
-            *("forward_ms", "backward_ms", "update_ms", "shard_ms", "sync_latency_ms"),
-            *("spare_push_ms", "spare_shard_ms", "spare_update_ms"),
-        ):
-            check_number(name, getattr(self, name))
-        check_whole("num_chunks", self.num_chunks, at_least=1)
-        for leads_ms in self.push_leads_ms:
-            for lead_ms in leads_ms:
-                check_number("push_leads_ms", lead_ms)
-        for name in ("recompute_ms", "later_forward_ms", "later_backward_ms", "push_ms"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name))
-
-    def durations(self, wakings_ms: Sequence[Mapping[str, float]] = ()) -> _core.StageDurations:
-        """Returns these times in the core's form. wakings_ms: for each waking, the additional cost by kind of
-        item.
-        """
-        from pipedream import _core
-
-        def either(one_ms: float | None, other_ms: float) -> float:
-            return other_ms if one_ms is None else one_ms
-
-        return _core.StageDurations(
-            forward_ms=self.forward_ms,
-            later_forward_ms=either(self.later_forward_ms, self.forward_ms),
-            backward_ms=self.backward_ms,
-            later_backward_ms=either(self.later_backward_ms, self.backward_ms),
-            recompute_ms=either(self.recompute_ms, self.forward_ms),
-            update_ms=self.update_ms,
-            push_ms=either(self.push_ms, self.shard_ms),
-            pull_ms=self.shard_ms,
-            sync_latency_ms=self.sync_latency_ms,
-            num_chunks=self.num_chunks,
-            push_leads_ms=[*self.push_leads_ms],
-            updates_whole=self.updates_whole,
-            wakings_ms=[
-                (ms.get("FORWARD", 0.0), ms.get("BACKWARD", 0.0), ms.get("UPDATE", 0.0)) for ms in wakings_ms
-            ],
-            num_replicas=self.num_replicas,
-            spare_push_ms=self.spare_push_ms,
-            spare_pull_ms=self.spare_shard_ms,
-            spare_update_ms=self.spare_update_ms,
-        )
-
-
-@dataclass(frozen=True)
-class TransferTimes:
-    """How long one microbatch's tensors take to cross a boundary, downstream and upstream, in milliseconds.
-    Tied parameters and norms are assumed to take no time. For traffic between replicas see
-    StageTimes.shard_ms.
-    """
-
-    activation_ms: float = 0.0
-    gradient_ms: float = 0.0
-    latency_ms: float = 0.0
-    """Additional latency. During it the link may already carry the next tensors."""
-
-    def __post_init__(self) -> None:
-        for name in ("activation_ms", "gradient_ms", "latency_ms"):
-            check_number(name, getattr(self, name))
-
-    def durations(self) -> _core.BoundaryDurations:
-        """Returns these times in the core's form."""
-        from pipedream import _core
-
-        return _core.BoundaryDurations(self.activation_ms, self.gradient_ms, self.latency_ms)
 
 
 @dataclass(frozen=True)

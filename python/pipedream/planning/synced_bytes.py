@@ -74,7 +74,7 @@ def shares_of_a_shard(
 def exchange_times(
     stage: Stage, all_ms: float, share: SyncedBytes, num_bytes: float | None = None
 ) -> dict[str, Any]:
-    """Returns arguments of StageTimes for the exchange between replicas and spares.
+    """Returns arguments of StageDurations for the exchange between replicas and spares.
 
     all_ms: time in which one link carries all the stage's parameters. share: bytes pushed to an owner and
     pulled from it, as shares of the owner's shard. num_bytes: bytes of the parameters; None: so many that the
@@ -83,7 +83,7 @@ def exchange_times(
     replicas, spares = stage.num_replicas, stage.num_spare_shards
     of_replica, of_spare = shard_shares(replicas, spares)
     times: dict[str, Any] = {
-        "shard_ms": all_ms * of_replica * share.pulled,
+        "pull_ms": all_ms * of_replica * share.pulled,
         "push_ms": all_ms * of_replica * share.pushed,
     }
     if spares:
@@ -94,7 +94,7 @@ def exchange_times(
             "num_replicas": replicas,
             "spare_push_ms": all_ms * of_spare * share.pushed,
             # The rest of the round after all pushes have arrived, divided among the replicas.
-            "spare_shard_ms": all_ms * max(0.0, in_all - pushed) / replicas * share.pulled,
+            "spare_pull_ms": all_ms * max(0.0, in_all - pushed) / replicas * share.pulled,
         }
     return times
 

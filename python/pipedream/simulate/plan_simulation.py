@@ -36,9 +36,7 @@ from pipedream.planning.prediction import LinkCosts, boundary_links, simulate_pr
 from pipedream.planning.runtime_costs import costed_for, costs_of, predicted_rows
 from pipedream.planning.simulator import (
     Simulation,
-    StageTimes,
     Transfer,
-    TransferTimes,
     ms_per_minibatch,
     simulate,
 )
@@ -366,7 +364,9 @@ def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
     return [traced.options.placement.ranks_of(index) for index in range(plan.num_stages)]
 
 
-def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence[TransferTimes]) -> Plan:
+def _costed(
+    plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence[_core.BoundaryDurations]
+) -> Plan:
     """Returns a calibrated plan with its costs replaced by the costs for these links."""
     of_boundaries = [
         write_value(LinkCosts(times.activation_ms, max(link.latency_ms, times.latency_ms), times.gradient_ms))
@@ -405,10 +405,12 @@ def _stage_times(
     links: StageLinks,
     shares: Sequence[SyncedBytes],
     minibatches: Sequence[float],
-) -> Sequence[StageTimes]:
+) -> Sequence[_core.StageDurations]:
     """Returns each stage's times. minibatches: for each stage, how many minibatches one replica trains in a
     round.
     """
+    from pipedream import _core
+
     times = []
     speeds, num_microbatches = _speeds_of(plan), schedule.num_microbatches
     for index, stage in enumerate(plan.stages):
@@ -422,7 +424,7 @@ def _stage_times(
         if schedule.uses_allreduce:
             update_ms += all_reduce_ms(stage, all_ms)
         times.append(
-            StageTimes(
+            _core.StageDurations(
                 forward.later(num_microbatches) / speed,
                 (backward.later(num_microbatches) - product_ms / num_microbatches) / speed,
                 update_ms,
@@ -448,19 +450,23 @@ def _boundary_bytes(plan: Plan, profile: Profile) -> list[int]:
     return [profile.layers[stage.last_layer].activation_bytes for stage in plan.stages[:-1]]
 
 
-def _transfers(plan: Plan, profile: Profile, links: StageLinks) -> list[TransferTimes]:
+def _transfers(plan: Plan, profile: Profile, links: StageLinks) -> list[_core.BoundaryDurations]:
     """Returns a minibatch's transfer times over each boundary."""
+    from pipedream import _core
+
     return [
-        TransferTimes(1e3 * num_bytes / down, 1e3 * num_bytes / up, latency_ms)
+        _core.BoundaryDurations(1e3 * num_bytes / down, 1e3 * num_bytes / up, latency_ms)
         for num_bytes, down, up, latency_ms in zip(
             _boundary_bytes(plan, profile), links.downstream, links.upstream, links.latency_ms, strict=True
         )
     ]
 
 
-def _cut(times: TransferTimes, num_microbatches: int) -> TransferTimes:
+def _cut(times: _core.BoundaryDurations, num_microbatches: int) -> _core.BoundaryDurations:
     """Returns the times of a microbatch."""
-    return TransferTimes(
+    from pipedream import _core
+
+    return _core.BoundaryDurations(
         times.activation_ms / num_microbatches, times.gradient_ms / num_microbatches, times.latency_ms
     )
 

@@ -12,11 +12,11 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.checks import check_choice
+from pipedream.common.document import check_number
 from pipedream.planning.partition_arguments import SYNCS
 from pipedream.planning.plan import Plan, stage_counts
 from pipedream.planning.plan_schedule import schedule_to_run
@@ -24,7 +24,7 @@ from pipedream.planning.program import PROGRAM, Program, rules_of
 
 if TYPE_CHECKING:
     from pipedream import _core
-    from pipedream.planning.simulator import Simulation, StageTimes
+    from pipedream.planning.simulator import Simulation
     from pipedream.simulate.schedule_drawing import PhaseSpan
 
 __all__ = [
@@ -93,12 +93,19 @@ class TracedSchedule(NamedTuple):
             title += f" of {options.num_microbatches} microbatches"
         return title
 
-    def balanced(self, times: StageTimes) -> list[StageTimes]:
+    def balanced(self, times: _core.StageDurations) -> list[_core.StageDurations]:
         """Returns each stage's times for a balanced pipeline. A stage with r replicas gets r times as long
         forwards and backwards.
         """
+        from pipedream import _core
+
         return [
-            replace(times, forward_ms=replicas * times.forward_ms, backward_ms=replicas * times.backward_ms)
+            _core.StageDurations(
+                replicas * times.forward_ms,
+                replicas * times.backward_ms,
+                times.update_ms,
+                pull_ms=times.pull_ms,
+            )
             for replicas in _replica_counts(self.options)
         ]
 
@@ -332,20 +339,23 @@ def _read_in_flight(text: str, num_stages: int) -> list[int]:
     return in_flight
 
 
-def read_times(text: str | None) -> StageTimes:
-    from pipedream.planning.simulator import StageTimes
+def read_times(text: str | None, shard_ms: float) -> _core.StageDurations:
+    """Returns the durations of a stage from the options --times and --shard."""
+    from pipedream import _core
 
-    if text is None:
-        return StageTimes(1.0, 2.0)
     try:
-        forward_ms, backward_ms, update_ms = [*map(float, text.split(",")), 0.0][:3]
-        if text.count(",") > 2:
-            raise ValueError
+        given_ms = [1.0, 2.0] if text is None else [float(number) for number in text.split(",")]
     except ValueError:
+        given_ms = []
+    if len(given_ms) not in (2, 3):
         raise ValueError(
             f"--times is {text!r}: give forward,backward or forward,backward,update in ms, for example 1,2"
-        ) from None
-    return StageTimes(forward_ms, backward_ms, update_ms)
+        )
+    names = ("forward_ms", "backward_ms", "update_ms")
+    forward_ms, backward_ms, update_ms = map(check_number, names, [*given_ms, 0.0])
+    return _core.StageDurations(
+        forward_ms, backward_ms, update_ms, pull_ms=check_number("shard_ms", shard_ms)
+    )
 
 
 def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSpan]:
@@ -377,7 +387,11 @@ def describe_bubble(simulation: Simulation) -> str:
 
 
 def trace_fields(
-    traced: TracedSchedule, simulation: Simulation, times: StageTimes, transfer_ms: float, output: Path | None
+    traced: TracedSchedule,
+    simulation: Simulation,
+    times: _core.StageDurations,
+    transfer_ms: float,
+    output: Path | None,
 ) -> dict[str, Any]:
     options = traced.options
     names = ("opcode", "stage", "replica", "minibatch", "microbatch", "version")
@@ -397,7 +411,7 @@ def trace_fields(
         "backward_ms": times.backward_ms,
         "update_ms": times.update_ms,
         "transfer_ms": transfer_ms,
-        "shard_ms": times.shard_ms,
+        "shard_ms": times.pull_ms,
         "makespan_ms": simulation.makespan_ms,
         "bubble_share": simulation.bubble_share,
         "steady_bubble_share": simulation.steady_bubble_share,

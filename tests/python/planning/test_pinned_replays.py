@@ -5,14 +5,14 @@ If a figure changes, a rule of the simulation has changed, and users see other p
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from typing import Any
 
 import pytest
 from pipedream import _core
-from pipedream.planning.item_cost import StageWaking, Waking
-from pipedream.planning.simulator import SharedHost, StageTimes, TransferTimes, simulate
+from pipedream.planning.simulator import Conditions, SharedHost, simulate
 
 _KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 
@@ -86,29 +86,28 @@ def _simulated(
     for count, extra in zip(replicas, spares or [0] * len(replicas), strict=True):
         leads_ms = [(2 + lead, lead) for lead in times_ms(count + extra)]
         of_spare = times_ms(3)
-        stages.append(
-            StageTimes(
-                *times_ms(9),
-                num_replicas=count if extra else None,
-                spare_push_ms=of_spare[0],
-                spare_shard_ms=of_spare[1],
-                spare_update_ms=of_spare[2],
-                num_chunks=1 if extra else draw.randint(1, 3),
-                push_leads_ms=[] if extra else draw.choice(([], leads_ms)),
-                updates_whole=draw.random() < 0.3,
-            )
+        make_stage = functools.partial(
+            _core.StageDurations,
+            *times_ms(9),
+            num_replicas=count if extra else None,
+            spare_push_ms=of_spare[0],
+            spare_pull_ms=of_spare[1],
+            spare_update_ms=of_spare[2],
+            num_chunks=1 if extra else draw.randint(1, 3),
+            push_leads_ms=[] if extra else draw.choice(([], leads_ms)),
+            updates_whole=draw.random() < 0.3,
         )
-    wakings = [Waking(2.0), Waking(9.0)][: seed % 3]
-    costs_ms = [[dict(zip(_KINDS, times_ms(3), strict=True)) for _ in wakings] for _ in replicas]
+        stages.append(make_stage)
+    waking_after_ms = [2.0, 9.0][: seed % 3]
+    costs_ms = [[times_ms(3) for _ in waking_after_ms] for _ in replicas]
     factors = {kind: tuple(draw.uniform(0.5, 1.5) for _ in range(7)) for kind in _KINDS[: seed % 4]}
     simulation = simulate(
         [_core.make_program(asked, rank, 18) for rank in range(asked.num_workers)],
-        stages,
-        [TransferTimes(*times_ms(3)) for _ in replicas[1:]],
-        factors,
-        StageWaking(wakings, costs_ms),
-        host=SharedHost(2, 2, 1.25) if seed % 5 == 0 else None,
-        one_link=seed % 2 == 0,
+        [stage(wakings_ms=wakings_ms) for stage, wakings_ms in zip(stages, costs_ms, strict=True)],
+        [_core.BoundaryDurations(*times_ms(3)) for _ in replicas[1:]],
+        Conditions(
+            SharedHost(2, 2, 1.25) if seed % 5 == 0 else None, factors, waking_after_ms, seed % 2 == 0
+        ),
     )
     ends_ms = [step.end_ms for row in simulation.timeline for step in row]
     sum_ms = math.fsum([*ends_ms, *(transfer.end_ms for transfer in simulation.transfers)])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 from pipedream import _core
-from pipedream.planning.simulator import SharedHost, Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.simulator import Conditions, SharedHost, Simulation, simulate
 
 
 def _programs(
@@ -19,18 +19,18 @@ def _programs(
 
 
 def _shared(
-    programs: list[list[_core.Instruction]], times: StageTimes, cores: int, alone_speed: float = 1.0
+    programs: list[list[_core.Instruction]], times: _core.StageDurations, cores: int, alone_speed: float = 1.0
 ) -> Simulation:
-    return simulate(programs, times, 0.0, host=SharedHost(len(programs), cores, alone_speed))
+    return simulate(programs, times, 0.0, Conditions(SharedHost(len(programs), cores, alone_speed)))
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "flush", "gpipe", "2bw", "model_parallel"])
 @pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1]])
 def test_a_core_for_each_worker_changes_nothing(schedule: str, replicas: list[int]) -> None:
     programs = _programs(schedule, replicas, 24, 1 if schedule in ("pipedream", "model_parallel") else 4)
-    times = StageTimes(1.0, 2.0, 0.5, shard_ms=0.25)
-    transfers = [TransferTimes(0.125, 0.25, 0.0625)] * (len(replicas) - 1)
-    shared = simulate(programs, times, transfers, host=SharedHost(3, 3))
+    times = _core.StageDurations(1.0, 2.0, 0.5, pull_ms=0.25)
+    transfers = [_core.BoundaryDurations(0.125, 0.25, 0.0625)] * (len(replicas) - 1)
+    shared = simulate(programs, times, transfers, Conditions(SharedHost(3, 3)))
     alone = simulate(programs, times, transfers)
     for mine, theirs in zip(shared.timeline, alone.timeline, strict=True):
         assert [step.instruction for step in mine] == [step.instruction for step in theirs]
@@ -40,17 +40,17 @@ def test_a_core_for_each_worker_changes_nothing(schedule: str, replicas: list[in
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_each_worker_counts_as_having_a_core(cores: int) -> None:
-    simulation = _shared(_programs("pipedream", [1, 1, 1], 24), StageTimes(1.0, 2.0), cores)
+    simulation = _shared(_programs("pipedream", [1, 1, 1], 24), _core.StageDurations(1.0, 2.0), cores)
     assert simulation.ms_per_minibatch == pytest.approx(3.0)
 
 
 def test_a_worker_is_faster_while_the_others_wait() -> None:
     programs = _programs("model_parallel", [1, 1], 16)
-    together = _shared(programs, StageTimes(1.0, 2.0), 2)
-    faster = _shared(programs, StageTimes(1.0, 2.0), 2, alone_speed=1.25)
+    together = _shared(programs, _core.StageDurations(1.0, 2.0), 2)
+    faster = _shared(programs, _core.StageDurations(1.0, 2.0), 2, alone_speed=1.25)
     assert together.ms_per_minibatch == pytest.approx(6.0)
     assert faster.ms_per_minibatch == pytest.approx(6.0 / 1.25)
-    busy = _shared(_programs("pipedream", [1, 1], 16), StageTimes(1.0, 2.0), 2, alone_speed=1.25)
+    busy = _shared(_programs("pipedream", [1, 1], 16), _core.StageDurations(1.0, 2.0), 2, alone_speed=1.25)
     assert busy.ms_per_minibatch == pytest.approx(3.0)
 
 
@@ -75,16 +75,20 @@ def test_a_worker_is_never_slower_alone(num_workers: int, num_cores: int) -> Non
 
 def test_workers_of_two_machines_do_not_share() -> None:
     programs = _programs("pipedream", [1, 1, 1, 1], 40)
-    apart = simulate(programs, StageTimes(1.0, 2.0), 0.0, host=SharedHost(1, 2, 1.5))
+    apart = simulate(programs, _core.StageDurations(1.0, 2.0), 0.0, Conditions(SharedHost(1, 2, 1.5)))
     assert apart.ms_per_minibatch == pytest.approx(3.0 / 1.5)
-    pairs = simulate(programs, StageTimes(1.0, 2.0), 0.0, host=SharedHost(2, 2, 1.5))
+    pairs = simulate(programs, _core.StageDurations(1.0, 2.0), 0.0, Conditions(SharedHost(2, 2, 1.5)))
     assert pairs.ms_per_minibatch == pytest.approx(3.0, rel=0.01)  # a stage alone begins the window
 
 
 def test_lists_that_wait_for_each_other_are_refused() -> None:
     programs = _programs("flush", [1, 1], 2)
     with pytest.raises(ValueError, match="the lists deadlock: worker 0 at position"):
-        _shared([programs[0], [step for step in programs[1] if step.opcode != "SEND"]], StageTimes(1, 2), 2)
+        _shared(
+            [programs[0], [step for step in programs[1] if step.opcode != "SEND"]],
+            _core.StageDurations(1, 2),
+            2,
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pipedream import _core
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.partitioner import partition, with_spares
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.simulator import StageTimes, simulate
+from pipedream.planning.simulator import simulate
 from pipedream.planning.synced_bytes import round_ms, shard_shares
 from pipedream.simulate.plan_simulation import PlanSimulation, simulate_plan
 from pipedream.simulate.schedule_picture import draw_text
@@ -96,7 +96,7 @@ def test_a_simulated_spare_has_a_row_its_bytes_and_its_memory(tmp_path: Path) ->
 def test_a_spare_is_named_in_pictures() -> None:
     options = _core.ScheduleOptions(in_flight=[2, 1], placement=_core.Placement.in_order([2, 1], [1, 0]))
     programs = [_core.make_program(options, worker, 4) for worker in range(4)]
-    times = StageTimes(2, 4, shard_ms=1.0, num_replicas=2, spare_push_ms=2.0, spare_shard_ms=0.5)
+    times = _core.StageDurations(2, 4, pull_ms=1.0, num_replicas=2, spare_push_ms=2.0, spare_pull_ms=0.5)
     rows = draw_text(simulate(programs, times), "title").splitlines()
     assert [row.split("  ")[0] for row in rows[2:6]] == [
         "stage 0 replica 0",

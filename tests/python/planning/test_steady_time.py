@@ -10,11 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream import _core
-from pipedream.planning.item_cost import StageWaking, Waking
 from pipedream.planning.simulator import (
+    Conditions,
     SharedHost,
-    StageTimes,
-    TransferTimes,
     ms_per_minibatch,
     simulate,
     steady_ms,
@@ -57,7 +55,9 @@ def _drawn_options(data: st.DataObject) -> _core.ScheduleOptions:
         raise
 
 
-def _drawn_times(data: st.DataObject, num_stages: int) -> tuple[list[StageTimes], list[TransferTimes]]:
+def _drawn_times(
+    data: st.DataObject, num_stages: int, num_wakings: int
+) -> tuple[list[_core.StageDurations], list[_core.BoundaryDurations]]:
     def drawn(count: int) -> list[float]:
         return [data.draw(_DURATION) for _ in range(count)]
 
@@ -67,56 +67,46 @@ def _drawn_times(data: st.DataObject, num_stages: int) -> tuple[list[StageTimes]
             "num_chunks": data.draw(st.integers(1, 3)),
             "push_leads_ms": [(first, last) for first, last in leads_ms],
             "updates_whole": data.draw(st.booleans()),
+            "wakings_ms": [drawn(3) for _ in range(num_wakings)],
         }
 
-    stage_times = [StageTimes(*drawn(9), **chunks()) for _ in range(num_stages)]
-    return stage_times, [TransferTimes(*drawn(3)) for _ in range(num_stages - 1)]
-
-
-def _drawn_waking(data: st.DataObject, num_stages: int) -> StageWaking:
-    kinds = data.draw(st.sets(st.sampled_from(("FORWARD", "BACKWARD", "UPDATE"))))
-    wakings = [Waking(data.draw(_DURATION)) for _ in range(data.draw(st.integers(0, 2)))]
-    by_stage_ms = [
-        [{kind: data.draw(_DURATION) for kind in kinds} for _ in wakings] for _ in range(num_stages)
-    ]
-    return StageWaking(wakings, by_stage_ms)
+    stage_times = [_core.StageDurations(*drawn(9), **chunks()) for _ in range(num_stages)]
+    return stage_times, [_core.BoundaryDurations(*drawn(3)) for _ in range(num_stages - 1)]
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_it_is_what_the_simulation_of_the_lists_says_to_the_bit(data: st.DataObject) -> None:
     options = _drawn_options(data)
-    times = _drawn_times(data, options.num_stages)
+    waking_after_ms = [data.draw(_DURATION) for _ in range(data.draw(st.integers(0, 2)))]
+    times = _drawn_times(data, options.num_stages, len(waking_after_ms))
     num_minibatches = data.draw(st.integers(1, 20))
     hosts = [None, SharedHost(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)), 1.25)]
-    how: dict[str, Any] = {
-        "waking": _drawn_waking(data, options.num_stages),
-        "one_link": data.draw(st.booleans()),
-        "host": data.draw(st.sampled_from(hosts)),
-        "spread": data.draw(st.sampled_from([{}, {"FORWARD": (0.5, 1.5)}])),
-    }
-    simulation = simulate(_programs(options, num_minibatches), *times, **how)
-    assert steady_ms(options, num_minibatches, *times, **how) == ms_per_minibatch(simulation)
+    how = Conditions(
+        data.draw(st.sampled_from(hosts)),
+        data.draw(st.sampled_from([{}, {"FORWARD": (0.5, 1.5)}])),
+        waking_after_ms,
+        data.draw(st.booleans()),
+    )
+    simulation = simulate(_programs(options, num_minibatches), *times, how)
+    assert steady_ms(options, num_minibatches, *times, how) == ms_per_minibatch(simulation)
 
 
 def test_durations_of_another_plan_are_refused() -> None:
     options = _core.ScheduleOptions(in_flight=[2, 1])
-    times, boundary = StageTimes(1.0, 2.0), TransferTimes(1.0, 1.0)
+    times, boundary = _core.StageDurations(1.0, 2.0), _core.BoundaryDurations(1.0, 1.0)
     with pytest.raises(ValueError, match="stage_times has 1 entries for 2 stages: give one per stage"):
-        steady_ms(options, 4, [times], [boundary])
+        steady_ms(options, 4, [times], [boundary], Conditions())
     with pytest.raises(ValueError, match="transfer_ms has 0 entries for 1 boundaries: give one per boundary"):
-        steady_ms(options, 4, [times] * 2, [])
+        steady_ms(options, 4, [times] * 2, [], Conditions())
     how: dict[str, Any] = {"one_link": False, "factors": {}, "shuffled": None}
-    durations, crossing = times.durations(), boundary.durations()
     with pytest.raises(ValueError, match="stage 0 has 0 wakings for 1 times: give one for each"):
-        _core.steady_ms(options, 4, [durations] * 2, [crossing], host=None, waking_after_ms=[1.0], **how)
+        _core.steady_ms(options, 4, [times] * 2, [boundary], host=None, waking_after_ms=[1.0], **how)
     with pytest.raises(ValueError, match="machines have 0 workers and 1 cores: give at least 1"):
-        _core.steady_ms(options, 4, [durations] * 2, [crossing], host=(0, [1.0]), waking_after_ms=[], **how)
-    empty = _core.StageDurations(
-        forward_ms=1, later_forward_ms=1, backward_ms=1, later_backward_ms=1, num_chunks=0
-    )
+        _core.steady_ms(options, 4, [times] * 2, [boundary], host=(0, [1.0]), waking_after_ms=[], **how)
+    empty = _core.StageDurations(1.0, 1.0, num_chunks=0)
     with pytest.raises(ValueError, match=r"stage 0 has shards of 0\.0+ chunks: give at least 1"):
-        _core.steady_ms(options, 4, [empty] * 2, [crossing], host=None, waking_after_ms=[], **how)
+        _core.steady_ms(options, 4, [empty] * 2, [boundary], host=None, waking_after_ms=[], **how)
 
 
 def test_norms_between_replicas_take_no_time_of_their_links() -> None:
@@ -128,6 +118,6 @@ def test_norms_between_replicas_take_no_time_of_their_links() -> None:
         _core.ScheduleOptions(in_flight=[1], placement=placement, exchanges_norms=exchanged)
         for exchanged in (False, True)
     )
-    times = [StageTimes(1.0, 2.0, shard_ms=5.0)]
+    times = [_core.StageDurations(1.0, 2.0, pull_ms=5.0)]
     assert any(step.edge and step.edge.kind == "norm" for step in _core.make_program(norms, 0, 3))
-    assert steady_ms(norms, 12, times, []) == steady_ms(without, 12, times, [])
+    assert steady_ms(norms, 12, times, [], Conditions()) == steady_ms(without, 12, times, [], Conditions())

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pipedream import _core
 from pipedream.common.document import read_value, write_value
-from pipedream.planning.item_cost import StageWaking, Waking, waking_share
-from pipedream.planning.simulator import SharedHost, Simulation, StageTimes, simulate
+from pipedream.planning.item_cost import Waking, waking_share
+from pipedream.planning.simulator import Conditions, SharedHost, Simulation, simulate
 
 _WAKING = Waking(2.0, {"FORWARD": 0.25})
 _MINIBATCHES = 16
@@ -19,12 +19,13 @@ def _programs(schedule: str) -> list[list[_core.Instruction]]:
     return [_core.make_program(options, rank, _MINIBATCHES) for rank in range(2)]
 
 
-def _simulations(schedule: str, waking: StageWaking | None) -> list[Simulation]:
-    programs, times = _programs(schedule), StageTimes(1.0, 2.0)
-    return [
-        simulate(programs, times, 0.0, waking=waking),
-        simulate(programs, times, 0.0, host=SharedHost(2, 2), waking=waking),
-    ]
+def _simulations(
+    schedule: str, wakings_ms: list[tuple[float, float, float]], *after_ms: float
+) -> list[Simulation]:
+    """wakings_ms: the costs of a forward, a backward and an update after waits of after_ms."""
+    programs, times = _programs(schedule), _core.StageDurations(1.0, 2.0, wakings_ms=wakings_ms)
+    hosts = (None, SharedHost(2, 2))
+    return [simulate(programs, times, 0.0, Conditions(host, waking_after_ms=after_ms)) for host in hosts]
 
 
 def test_a_part_of_the_wait_costs_a_part() -> None:
@@ -35,22 +36,21 @@ def test_a_part_of_the_wait_costs_a_part() -> None:
 def test_workers_that_wait_for_each_other_in_turn_wake_for_each_item() -> None:
     # A minibatch has 6 ms of work. Each stage waits for 3 ms of these, so its forward and its backward both
     # cost more.
-    waking = StageWaking([_WAKING], [[{"FORWARD": 0.25, "BACKWARD": 0.5}]] * 2)
-    for simulation in _simulations("model_parallel", waking):
+    for simulation in _simulations("model_parallel", [(0.25, 0.5, 0.0)], 2.0):
         assert simulation.ms_per_minibatch == pytest.approx(6.0 + 2 * 0.25 + 2 * 0.5)
 
 
 def test_a_worker_that_never_waits_never_wakes() -> None:
-    waking = StageWaking([_WAKING], [[{"FORWARD": 0.25}]] * 2)
-    for simulation in _simulations("pipedream", waking):
+    for simulation in _simulations("pipedream", [(0.25, 0.0, 0.0)], 2.0):
         assert simulation.ms_per_minibatch == pytest.approx(3.0, rel=0.005)  # but once, after the warm-up
 
 
 def test_nobody_pays_for_a_wait_twice() -> None:
-    programs, times = _programs("model_parallel"), StageTimes(1.0, 2.0, 0.5)
+    programs = _programs("model_parallel")
+    times = _core.StageDurations(1.0, 2.0, 0.5, wakings_ms=[(0.25, 0.5, 0.125)])
     kinds = {"FORWARD": 0.25, "BACKWARD": 0.5, "UPDATE": 0.125}
     alone_ms = {"FORWARD": 1.0, "BACKWARD": 2.0, "UPDATE": 0.5}
-    simulation = simulate(programs, times, 0.0, waking=StageWaking([_WAKING], [[kinds]] * 2))
+    simulation = simulate(programs, times, 0.0, Conditions(waking_after_ms=[2.0]))
     for row in simulation.timeline:
         extra: dict[str, list[float]] = {}
         for timed in row:
@@ -64,9 +64,8 @@ def test_nobody_pays_for_a_wait_twice() -> None:
 
 
 def test_without_figures_nothing_wakes() -> None:
-    assert not StageWaking()
-    assert not StageWaking([Waking(2.0)], [[{}], [{}]])
-    plain, woken = (_simulations("model_parallel", waking) for waking in (None, StageWaking()))
+    plain = _simulations("model_parallel", [])
+    woken = _simulations("model_parallel", [(0.0, 0.0, 0.0)], 2.0)
     assert [one.makespan_ms for one in plain] == [one.makespan_ms for one in woken]
 
 
@@ -81,8 +80,7 @@ def test_what_is_lost_at_once_and_what_is_lost_slowly_add_up() -> None:
     assert waking_share(wakings, "BACKWARD", 4.0) == 0
     # A stage waits for 3 + x ms before each forward, and the forward takes x ms longer: x = 1 + 2 (3 + x) / 8
     # = 7 / 3.
-    in_ms = StageWaking(wakings, [[{"FORWARD": 1.0}, {"FORWARD": 2.0}]] * 2)
-    for simulation in _simulations("model_parallel", in_ms):
+    for simulation in _simulations("model_parallel", [(1.0, 0.0, 0.0), (2.0, 0.0, 0.0)], 2.0, 8.0):
         assert simulation.ms_per_minibatch == pytest.approx(6 + 2 * 7 / 3, rel=0.01)
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from pipedream import _core
 from pipedream.common.errors import FileFormatError
-from pipedream.planning.simulator import Simulation, StageTimes, simulate
+from pipedream.planning.simulator import Simulation, simulate
 from pipedream.simulate.measured_trace import compare_with_trace, read_trace
 from pipedream.simulate.trace import Span, write_trace
 
 
-def _simulation(times: list[StageTimes]) -> Simulation:
+def _simulation(times: list[_core.StageDurations]) -> Simulation:
     num_stages = len(times)
     in_flight = list(range(num_stages, 0, -1))
     options = _core.ScheduleOptions("pipedream", in_flight, 1, _core.Placement.in_order([1] * num_stages))
@@ -45,7 +45,7 @@ def _write(simulation: Simulation, path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_run_that_goes_as_simulated_shows_no_difference(tmp_path: Path, name: str) -> None:
-    simulation = _simulation([StageTimes(1.0, 2.0, 0.5)] * 2)
+    simulation = _simulation([_core.StageDurations(1.0, 2.0, 0.5)] * 2)
     comparison = compare_with_trace(simulation, _write(simulation, tmp_path / name))
     assert comparison.simulated_ms == pytest.approx(3.5)
     assert comparison.measured_ms == pytest.approx(3.5)
@@ -53,8 +53,8 @@ def test_a_run_that_goes_as_simulated_shows_no_difference(tmp_path: Path, name: 
 
 
 def test_the_largest_difference_is_named_first(tmp_path: Path) -> None:
-    simulation = _simulation([StageTimes(1.0, 2.0, 0.5)] * 2)
-    measured = _simulation([StageTimes(1.0, 2.0, 0.5), StageTimes(1.25, 4.0, 0.5)])
+    simulation = _simulation([_core.StageDurations(1.0, 2.0, 0.5)] * 2)
+    measured = _simulation([_core.StageDurations(1.0, 2.0, 0.5), _core.StageDurations(1.25, 4.0, 0.5)])
     comparison = compare_with_trace(simulation, _write(measured, tmp_path / "trace.json"))
     assert comparison.measured_ms == pytest.approx(5.75)
     named = [(one.worker, one.kind, round(one.more_ms, 3)) for one in comparison.differences[:3]]
@@ -66,14 +66,14 @@ def test_the_largest_difference_is_named_first(tmp_path: Path) -> None:
 
 
 def test_work_is_read_in_the_order_of_the_ranks(tmp_path: Path) -> None:
-    simulation = _simulation([StageTimes(1.0, 2.0)] * 2)
+    simulation = _simulation([_core.StageDurations(1.0, 2.0)] * 2)
     rows = read_trace(_write(simulation, tmp_path / "trace.json"))
     assert [len(row) for row in rows] == [72, 72]
     assert (rows[1][0].kind, rows[1][0].minibatch, rows[1][0].begin_ms) == ("forward", 0, pytest.approx(1.0))
 
 
 def test_a_run_with_evaluations_shows_their_time_apart(tmp_path: Path) -> None:
-    simulation = _simulation([StageTimes(1.0, 2.0, 0.5)] * 2)
+    simulation = _simulation([_core.StageDurations(1.0, 2.0, 0.5)] * 2)
     path = _write(simulation, tmp_path / "trace.json")
     document = json.loads(path.read_text())
     update = next(event for event in document["traceEvents"] if event["name"] == "U12")
@@ -84,8 +84,8 @@ def test_a_run_with_evaluations_shows_their_time_apart(tmp_path: Path) -> None:
 
 
 def test_other_files_and_other_runs_are_refused(tmp_path: Path) -> None:
-    simulation = _simulation([StageTimes(1.0, 2.0)] * 2)
-    path = _write(_simulation([StageTimes(1.0, 2.0)] * 3), tmp_path / "three.json")
+    simulation = _simulation([_core.StageDurations(1.0, 2.0)] * 2)
+    path = _write(_simulation([_core.StageDurations(1.0, 2.0)] * 3), tmp_path / "three.json")
     with pytest.raises(ValueError, match="has 3 workers and the plan 2"):
         compare_with_trace(simulation, path)
     (tmp_path / "other.json").write_text('{"traceEvents": []}')

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipedream import _core
-from pipedream.planning.simulator import Simulation, StageTimes, simulate
+from pipedream.planning.simulator import Simulation, simulate
 from pipedream.simulate.schedule_drawing import ROWS_MAX, drawn_part
 from pipedream.simulate.schedule_picture import write_picture
 from pipedream.simulate.traced_schedule import minibatches_to_draw
@@ -20,7 +20,7 @@ def _simulated(replicas: Sequence[int], num_minibatches: int | None = None) -> S
     )
     count = num_minibatches or minibatches_to_draw(options)
     programs = [_core.make_program(options, rank, count) for rank in range(sum(replicas))]
-    return simulate(programs, [StageTimes(1.0 * r, 2.0 * r) for r in replicas])
+    return simulate(programs, [_core.StageDurations(1.0 * r, 2.0 * r) for r in replicas])
 
 
 def _width_of_png(path: Path) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from pipedream import _core
-from pipedream.planning.simulator import Simulation, StageTimes, simulate
+from pipedream.planning.simulator import Simulation, simulate
 from pipedream.simulate import schedule_picture
 from pipedream.simulate.schedule_drawing import PhaseSpan
 from pipedream.simulate.schedule_picture import check_picture_path, draw_text, make_spans, write_picture
@@ -25,7 +25,7 @@ def simulate_schedule(
     num_microbatches: int = 1,
     num_workers: int | None = None,
     recompute: bool = False,
-    times: StageTimes | None = None,
+    times: _core.StageDurations | None = None,
     transfer_ms: float = 0.0,
 ) -> Simulation:
     workers = num_workers or num_stages
@@ -37,7 +37,7 @@ def simulate_schedule(
         recompute=[recompute] * num_stages,
     )
     programs = [_core.make_program(options, worker, num_minibatches) for worker in range(workers)]
-    return simulate(programs, times or StageTimes(1, 2), transfer_ms)
+    return simulate(programs, times or _core.StageDurations(1, 2), transfer_ms)
 
 
 class Box(NamedTuple):
@@ -82,7 +82,7 @@ def test_ascii_picture_of_two_stages() -> None:
 
 def test_ascii_picture_names_microbatches_recomputes_and_long_updates() -> None:
     simulation = simulate_schedule(
-        *("gpipe", 2, 1), num_microbatches=2, recompute=True, times=StageTimes(1, 2, update_ms=1)
+        *("gpipe", 2, 1), num_microbatches=2, recompute=True, times=_core.StageDurations(1, 2, update_ms=1)
     )
     assert draw_text(simulation, "title").splitlines()[2:] == [
         "worker 0  |F0.0|F0.1|R0.0|..............|B0.0     |R0.1|B0.1     ******",
@@ -129,15 +129,17 @@ def test_versions_are_written_where_they_are_not_the_minibatch_or_as_asked() -> 
 
 
 def test_ascii_picture_stays_within_its_width_when_durations_differ_wildly() -> None:
-    simulation = simulate_schedule("pipedream", 2, 3, times=StageTimes(1, 100_000))
+    simulation = simulate_schedule("pipedream", 2, 3, times=_core.StageDurations(1, 100_000))
     lines = draw_text(simulation, "title").splitlines()
     assert max(map(len, lines)) == len("worker 0  ") + 2_000 + 1
     assert lines[2].endswith("*")
 
 
 def test_ascii_picture_of_no_work_and_of_no_time() -> None:
-    assert "worker 1  .\n" in draw_text(simulate([[], []], StageTimes(1, 1)), "")
-    assert "worker 0  *\n" in draw_text(simulate_schedule("pipedream", 1, 1, times=StageTimes(0, 0)), "")
+    assert "worker 1  .\n" in draw_text(simulate([[], []], _core.StageDurations(1, 1)), "")
+    assert "worker 0  *\n" in draw_text(
+        simulate_schedule("pipedream", 1, 1, times=_core.StageDurations(0, 0)), ""
+    )
 
 
 def test_drawn_boxes_are_the_instructions_at_their_times(tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def test_same_schedule_gives_the_same_file(tmp_path: Path, name: str, magic: byt
 def test_schedules_of_one_stage_and_of_no_work_can_be_drawn(tmp_path: Path) -> None:
     write_picture(tmp_path / "a.svg", simulate_schedule("pipedream", 1, 1), "title")
     assert "stage 0" in texts_of(tmp_path / "a.svg")
-    write_picture(tmp_path / "b.svg", simulate([[], []], StageTimes(1, 1)), "title")
+    write_picture(tmp_path / "b.svg", simulate([[], []], _core.StageDurations(1, 1)), "title")
     assert "title" in texts_of(tmp_path / "b.svg")
 
 
@@ -236,7 +238,7 @@ def test_text_file_is_the_ascii_picture(tmp_path: Path) -> None:
 def test_replicas_are_named_and_what_they_exchange_is_drawn(tmp_path: Path) -> None:
     options = _core.ScheduleOptions(in_flight=[2, 1], placement=_core.Placement.in_order([2, 1]))
     programs = [_core.make_program(options, worker, 4) for worker in range(3)]
-    simulation = simulate(programs, StageTimes(2, 4, shard_ms=2.0))
+    simulation = simulate(programs, _core.StageDurations(2, 4, pull_ms=2.0))
     rows = draw_text(simulation, "title").splitlines()
     assert [row.split("  ")[0] for row in rows[2:5]] == ["stage 0 replica 0", "stage 0 replica 1", "stage 1"]
     assert [row.split("  ")[0] for row in rows[5:7]] == ["0 to 1", "1 to 0"]

@@ -10,7 +10,7 @@ import pytest
 from pipedream import _core
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.simulator import StageTimes, TransferTimes, simulate
+from pipedream.planning.simulator import simulate
 from pipedream.simulate.simulated_memory import memory_in_use
 
 _WEIGHTS, _SAVED, _CUT = 1000, 100_000, 10
@@ -41,8 +41,8 @@ def _peaks(
         schedule, list(plan.in_flight), m, plan.placement, recompute=recomputes
     )
     programs = [_core.make_program(schedule_options, rank, 12) for rank in range(plan.workers_used)]
-    transfers = [TransferTimes(0.25, 0.25)] * (num_stages - 1)
-    simulation = simulate(programs, StageTimes(1 / m, 2 / m), transfers)
+    transfers = [_core.BoundaryDurations(0.25, 0.25)] * (num_stages - 1)
+    simulation = simulate(programs, _core.StageDurations(1 / m, 2 / m), transfers)
     uses = memory_in_use(simulation, plan, Profile(tuple(layers), device=device), schedule_options, **options)
     assert all(row == sorted(row, key=lambda use: use.begin_ms) for row in uses)
     assert all(row[0].num_bytes == pytest.approx(row[-1].num_bytes) for row in uses)  # all is given back
