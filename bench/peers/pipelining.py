@@ -8,9 +8,9 @@ machine's speed affects all sides alike. The sides are torch's Schedule1F1B over
 at once. The *limit* is half of the plain loop's time per minibatch: the time that two cores need if nothing
 waits and nothing is sent. All pipelines have the cut that pipedream's planner chooses from a profile.
 
-Prints for each side the median, minimum and maximum over the rounds of its milliseconds per minibatch,
-without the first tenth of each run, and for each pipeline the limit divided by the median. For pipedream's
-sides it also prints their median divided by the smallest median of torch's sides.
+Prints the milliseconds per minibatch of each side: median, minimum and maximum over the rounds, without the
+first tenth of each run. For pipelines it also prints the limit divided by the median, and for pipedream's
+sides their median divided by the smallest median of torch's sides.
 """
 
 from __future__ import annotations

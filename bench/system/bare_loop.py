@@ -2,10 +2,10 @@
 
     python bench/system/bare_loop.py [--rounds 3] [--minibatches 700] [--model small] [--json FILE]
 
-The models are those of two_stages.py. The loop runs in two processes and has only what every pipeline in
-Python needs: the next pair of the data, one copy of the boundary's tensor into shared memory, a byte through
-a pipe to wake the other side, a leaf for the received tensor, and torch's calls. It has no weight versions,
-checks or measurements, cannot change the shape of tensors, and does not notice if the other process dies.
+The models are those of two_stages.py. The loop runs in two processes and does only what every pipeline in
+Python needs: it reads the next pair of the data, copies the boundary's tensor into shared memory once, wakes
+the other side by a byte through a pipe, and calls torch. It has no weight versions, checks or measurements,
+cannot change the shape of tensors, and does not notice if the other process dies.
 
 Each round runs the loop and then `pipedream`. Both are timed alike: an item's overhead is the time in which
 its worker neither runs user code nor waits for data. So the loop's overhead is the least that this machine
