@@ -1,8 +1,7 @@
 // Finds the exact partition. See partition.h for the cost model and the method.
 //
-// Every comparison with the bound t uses the same floating-point stage times as the reported bottleneck,
-// so the answer is the least double t for which a plan exists, and the bottleneck of the returned plan is
-// that very double.
+// Comparisons with the bound t use the same floating-point stage times as the reported bottleneck. So the
+// answer is the least double t for which a plan exists, and the returned plan has exactly this bottleneck.
 #include "planner/partition.h"
 
 #include <algorithm>

@@ -57,8 +57,8 @@
 // Activations and gradients: microbatch number k (rounds.h) goes from replica k mod r_s of stage s to replica
 // k mod r_{s+1} of stage s + 1. So two replicas have an edge if they have a microbatch in common.
 //
-// Tied gradients: a replica of the user sends its part of a minibatch to the owner's replica that has its
-// last microbatch of the minibatch, and this replica adds the part to its own gradient.
+// Tied gradients: a replica of the user sends the gradient of its microbatches of a minibatch to the owner's
+// replica that also has the last of these microbatches. That replica adds it to its own gradient.
 //
 // Tied versions: each replica of the owner sends its shard to every replica of a user, in an item that is
 // named by the first minibatch of the owner's round. If the owner's r replicas update by a collective,

@@ -81,8 +81,8 @@ class Pipeline {
   std::vector<std::vector<std::size_t>> edge_indices_;  // per worker and instruction; kNoEdge: it computes
   std::vector<std::size_t> positions_;                  // per worker
   std::vector<Queue> queues_;
-  // Per worker: the replicas with which it updates by a collective, itself included (empty if there is none),
-  // the number of updates that it has come to, and whether it waits at one.
+  // Per worker: the replicas with which it updates by a collective, itself included (empty if there are
+  // none); how many updates it has reached; whether it waits at an update.
   std::vector<std::vector<std::size_t>> groups_;
   std::vector<std::int64_t> num_come_to_;
   std::vector<bool> is_waiting_;

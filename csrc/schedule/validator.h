@@ -38,9 +38,9 @@ struct ReplayReport {
   bool ok = true;
   std::string error;                  // names worker, position and instruction at fault; empty when ok
   std::vector<ListPosition> stuck{};  // where workers wait in a deadlock; empty without one
-  // Empty unless ok. The most live versions per stage at any time: the newest, those that are still to be
-  // read (under vertical sync even before their forward), and during an update the version that is being
-  // written, unless it is written in place.
+  // By stage, the most versions that are live at once; empty unless ok. Live are the newest version and the
+  // versions that will still be read. During an update that does not write in place, the version that is
+  // being written is also live.
   std::vector<std::int64_t> versions_live_max;
   std::vector<std::int64_t> activations_live_max;  // microbatches forwarded, not yet backwarded
   std::vector<EdgeReport> edges;                   // as edges_of()

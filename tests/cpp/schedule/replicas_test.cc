@@ -373,8 +373,8 @@ TEST(AsynchronousShards, ThatNobodyAsksLetTheReplicaWait) {
   EXPECT_NE(error.find("SEND push stage 0 to stage 0 replica 1 minibatch 0"), std::string::npos) << error;
 }
 
-// A cursor that learns late how many minibatches there are gives the same instructions, except for pulls that
-// it has given before a forward of a minibatch that does not exist.
+// A cursor may learn late how many minibatches there are. It gives the same instructions, and perhaps pulls
+// before a forward of a minibatch that does not exist.
 TEST(AsynchronousShards, DoTheSameHoweverLateTheEndIsKnown) {
   for (const ScheduleOptions& options : all_asynchronous()) {
     if (options.placement.num_replicas(StageIndex(0)) == 15) continue;
