@@ -159,7 +159,7 @@ class RunState:
             stream.go_on_from(RngState.from_document(data))
 
     def seed_data(self) -> None:
-        """Sets the process's generators to the state from which the next data draw."""
+        """Sets the process's generators to the state from which the data of the next run draw."""
         generators = self.document["data_generators"]
         if generators is None:
             seed_all(data_seed(self.base_seed))

@@ -67,7 +67,7 @@ class PositionCosts:
 
 @dataclass(frozen=True)
 class SyncCost:
-    """The additional time of a kind of work item because replicas exchange gradients and versions.
+    """The time that is added to a kind of work item because replicas exchange gradients and versions.
 
     Gradients leave during the backward, and versions arrive before a forward. Both evict the model's data
     from the CPU's caches.

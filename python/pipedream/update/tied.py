@@ -10,10 +10,10 @@ version which vertical sync would read at the owner (docs/schedules.md).
     owner   RECV tied_gradient  after its own last backward of the minibatch: adds the users' gradients
             SEND tied_version   after the update of the round: the next version
 
-With replicas, the gradient goes to the owner's replica that has the minibatch's last microbatch. Each
-replica of the owner sends every replica of a user the pieces of the version that it has updated. The core's
-program says when each transfer happens (transfers.h). This module gives the core the tensors to send, and
-stores received tensors.
+With replicas, the gradient goes to the owner's replica that has the sender's last microbatch of the
+minibatch. Each replica of the owner sends every replica of a user the pieces of the version that it has
+updated. The core's program says when each transfer happens (transfers.h). This module gives the core the
+tensors to send, and stores received tensors.
 
 There are K slots. Version v lies in slot (v - v0) mod K, where v0 is the version at the start. Version v + K
 overwrites version v, right after the last backward that reads version v. The gradients of a round are in
