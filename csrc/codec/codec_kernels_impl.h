@@ -247,9 +247,8 @@ struct Histogram {
   }
 };
 
-// All keys above `key` are chosen, and the first num_equal keys that equal `key`. is_whole: whether the
-// search ended early, because exactly as many keys as wanted are at least `key`. Then all keys that are at
-// least `key` are chosen.
+// The result of a search for the largest keys. Chosen are all keys above `key`, and the first num_equal keys
+// that equal `key`. is_whole: exactly as many keys as wanted are at least `key`, so all of these are chosen.
 template <class Bits>
 struct Threshold {
   Bits key;

@@ -56,8 +56,8 @@ class Stream {
   Stream& operator=(const Stream&) = delete;
   virtual ~Stream() = default;
 
-  // Both ranges must stay valid, and nothing else may write to them, until the copy is done. The ranges do
-  // not overlap.
+  // Copies num_bytes. Until the copy is done, both ranges must stay valid, and nothing else may write to
+  // them. The ranges do not overlap.
   virtual void copy(void* to, const void* from, std::size_t num_bytes) = 0;
   virtual void record(Event& event) = 0;
   // Work enqueued after this starts only when the event is done. The CPU does not wait.

@@ -80,9 +80,9 @@ struct Timing {
   std::vector<StageDurations> stages = {};           // one per stage
   std::vector<BoundaryDurations> boundaries = {};    // one per boundary between neighbours
   std::optional<SharedCores> shared = std::nullopt;  // none where no worker slows another
-  // One entry for each of a stage's `wakings`: the milliseconds of waiting after which an instruction takes
-  // all of the extra time. After a shorter wait it takes a part of the extra time, in proportion to the wait.
-  // With 0 there is never any extra time.
+  // For each entry of a stage's `wakings`, the milliseconds of waiting after which an instruction takes the
+  // whole extra time. After a shorter wait the extra time is proportional to the wait. 0: no extra time at
+  // all.
   std::vector<double> waking_after_ms = {};
   // Whether a worker sends and receives everything over one link, like a host with one network interface. If
   // not, a worker has a link to each other worker, and one more link for all pushes and pulls.

@@ -33,7 +33,7 @@ struct StageCounts {
   std::int64_t activations_live_max = 0;
 };
 
-// Both checks return the first fault with its place, or an empty text.
+// check_computed() and check_transfers() return the first fault with its place, or an empty text.
 
 // Checks the instructions that compute: each comes once and in order, and reads or writes the version that
 // the rule names. No more versions may be live than the stage keeps. Adds the counts of the worker's stages

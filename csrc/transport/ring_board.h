@@ -52,8 +52,8 @@ struct alignas(64) MarkedLinks {
 
   std::atomic<std::uint64_t> urgent;   // links with an urgent frame
   std::atomic<std::uint64_t> patient;  // links with another frame
-  // Both are written by the receiver. until_one_waits has the links with Patience::kUntilOneWaits or
-  // kUntilOneDrives; until_one_drives has those with kUntilOneDrives.
+  // The receiver writes these two. until_one_waits has the links with Patience::kUntilOneWaits or
+  // kUntilOneDrives; until_one_drives has the links with kUntilOneDrives.
   std::atomic<std::uint64_t> until_one_waits;
   std::atomic<std::uint64_t> until_one_drives;
 };

@@ -488,8 +488,8 @@ def _clean_stdout(as_json: bool) -> Iterator[None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        # Both are redirected: child processes and C++ write to file descriptor 1, and Python code writes to
-        # sys.stdout, which may be another file.
+        # Both ways to stdout are redirected. Child processes and C++ write to file descriptor 1. Python code
+        # writes to sys.stdout, which may be another file.
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:

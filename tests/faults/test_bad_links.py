@@ -134,7 +134,7 @@ def test_a_slow_link_loses_nothing() -> None:
 
 
 def test_a_changed_byte_never_arrives_as_a_tensor() -> None:
-    # These positions come after ZeroMQ's greeting and HELLO. They are in the first item, in its header or
+    # The positions come after ZeroMQ's greeting and HELLO. They are in the first item, in its header or
     # payload.
     for position in range(500, 1100, 50):
         with linked(corrupt_at(position), checksums=True) as (sender, receiver):

@@ -508,7 +508,7 @@ def test_workers_that_read_different_data_train_on_none_of_it(farm: Farm, at: in
     words = (f"minibatch {at} is not the same data", "stage 0 (rank 0)", "stage 1 (rank 1)", "seeded")
     for outcome in outcomes:
         assert_says(outcome.error, DataMismatch, *words)
-    # These are the losses that the last stage trained on. Its rehearsal, on data that it had read itself,
+    # The error has the losses that the last stage trained on. Its rehearsal, on data that it had read itself,
     # changes none of them.
     assert outcomes[1].error.losses == [float(i * i) for i in range(at)]  # type: ignore[union-attr]
 

@@ -27,7 +27,7 @@ constexpr unsigned kAllLanes = 0xffffffffU;
 // The most blocks of a launch. These are several waves on the largest device, so that the last wave does not
 // leave it half idle.
 constexpr std::size_t kNumBlocksMax = 4096;
-// There are few blocks, because each block adds its own histogram to the common histogram.
+// Blocks are few, because each block adds its own histogram to the common histogram.
 constexpr std::size_t kNumCountBlocksMax = 512;
 constexpr unsigned kThreadBuckets = kTopKBuckets / kBlockThreads;  // per thread, in narrow()
 constexpr unsigned kGroupThreads = 16;

@@ -75,7 +75,7 @@ std::size_t page_bytes() {
 }
 
 bool touch_pages(std::byte* data, std::size_t num_bytes) {
-  // This is advice only. A kernel without huge pages refuses it; then small pages do the same, more slowly.
+  // Huge pages are only advised. A kernel without huge pages refuses the advice, and uses small pages.
   (void)::madvise(data, num_bytes, MADV_HUGEPAGE);
   if (::madvise(data, num_bytes, kMadvPopulateWrite) == 0) return true;
   if (errno == ENOMEM || errno == EFAULT) return false;

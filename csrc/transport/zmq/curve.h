@@ -41,8 +41,8 @@ void check_curve_keys(const CurveKeys& keys, const LibZmq& zmq);
 void check_server_key(const std::optional<CurveKeys>& keys, const std::string& server_key,
                       const std::string& address);
 
-// These functions make a socket the listening or the connecting side of a link with keys. The socket must not
-// be bound or connected yet.
+// set_curve_server() and set_curve_client() make a socket the listening or the connecting side of a link with
+// keys. The socket must not be bound or connected yet.
 void set_curve_server(const LibZmq& zmq, void* socket, const CurveKeys& keys);
 void set_curve_client(const LibZmq& zmq, void* socket, const CurveKeys& keys, const std::string& server_key);
 

@@ -25,8 +25,8 @@ namespace pipedream {
 // Throws UserError when the endpoint names no token.
 void check_token(const std::string& token, const std::string& address);
 
-// These functions make a socket the listening or the connecting side of a link with a token. The socket must
-// not be bound or connected yet.
+// set_token_server() and set_token_client() make a socket the listening or the connecting side of a link with
+// a token. The socket must not be bound or connected yet.
 void set_token_server(const LibZmq& zmq, void* socket);
 void set_token_client(const LibZmq& zmq, void* socket, const std::string& token);
 

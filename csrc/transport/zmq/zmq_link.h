@@ -99,7 +99,7 @@ class ZmqLink final : public LinkCore {
   ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, Role role, ZmqShared& shared);
   ~ZmqLink() override { disconnect(); }
 
-  // Both throw UserError. If all ports of a range are taken, bind() waits until one is free.
+  // bind() and connect() throw UserError. If all ports of a range are taken, bind() waits until one is free.
   void bind();
   void connect(const std::string& endpoint);
 

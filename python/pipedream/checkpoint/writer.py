@@ -177,8 +177,8 @@ class CheckpointWriter:
         job.folder.mkdir(parents=True, exist_ok=True)
         write_stage(job.folder, job.header, job.place, job.contents, job.state)
         for checkpoint in checkpoints_in(self._path):
-            # This also checks earlier checkpoints, because a network file system may have shown their last
-            # parts late.
+            # _completes() also checks earlier checkpoints, because a network file system may have shown their
+            # last parts late.
             if _completes(checkpoint):
                 remove_old(self._path, self._keep)
                 self._on_complete(checkpoint)

@@ -147,7 +147,7 @@ class Steps:
                 return  # an epoch without a batch
             self._epoch, self._step_of_epoch = self._epoch + 1, 0
 
-    # This is the position in the data, for a run that continues from a checkpoint.
+    # The state is the position in the data, for a run that continues from a checkpoint.
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self._step, "epoch": self._epoch, "step_of_epoch": self._step_of_epoch}

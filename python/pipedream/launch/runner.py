@@ -238,7 +238,8 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
     """Does the work of run(). arguments: all arguments of run() but the first two, by name."""
     data: Iterable[Any] = arguments["data"]
     KeptState.let_go()  # the arguments hold the state from which this run continues
-    # This comes before the checks, so that a rank counts its calls even if its arguments have a mistake.
+    # The prefix is made before the checks, so that a rank counts its calls even if its arguments have a
+    # mistake.
     prefix = rendezvous_prefix() if under_torchrun() else None
     with mistakes_told(prefix):
         steering = _steering_of(arguments)

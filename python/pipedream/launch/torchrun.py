@@ -15,7 +15,8 @@ from pipedream.stage.job import WorkerPlace
 
 __all__ = ["mistakes_told", "rendezvous_prefix", "shared_by_rank_0", "this_rank"]
 
-# If the store does not answer in this time, no rank is waiting on the store, so no rank has to be told.
+# Seconds in which a rank tries to tell the others. If the store does not answer for so long, no rank waits on
+# it any more.
 _TELL_TIMEOUT_S = 30.0
 _SHARING_TIMEOUT_S = 3600.0  # rank 0 may profile a large model
 

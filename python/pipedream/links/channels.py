@@ -51,8 +51,8 @@ __all__ = [
     "tree_name",
 ]
 
-# This tensor is sent upstream if no tensor of a boundary needs a gradient: its arrival says that the backward
-# is done.
+# The tensor that is sent upstream if no tensor of a boundary needs a gradient. Its arrival says that the
+# backward is done.
 _NO_GRADIENT = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
 # A replica that holds no piece of a tied version sends this tensor.
@@ -438,7 +438,7 @@ def _add_edge(
             ahead = _core.num_tied_versions_ahead(schedule, sender, receiver)
             add(_tied_version(ties, edge), slots=ahead, unsent=ahead + 2)
         else:
-            # There is one item for each minibatch of which the owner has a microbatch in flight.
+            # The channel has one item for each minibatch of which the owner has a microbatch in flight.
             in_flight = _core.num_microbatches_in_flight(schedule, receiver)
             unsent = max(schedule.in_flight[0], in_flight, 2) + 3
             add(_tied_gradients(ties, receiver, sender), slots=2, unsent=unsent)

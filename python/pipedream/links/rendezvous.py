@@ -347,8 +347,8 @@ class Rendezvous:
             return [rank for rank in others if not _needs_no_store(store, rank)]
 
         try:
-            # One of two keys shows that a rank needs the store no longer. The store's own wait() would wait
-            # for both keys, so this polls.
+            # A rank that needs the store no longer writes one of two keys. The store's own wait() would wait
+            # for both keys, so this loop polls.
             while self._ask(waiting) and time.monotonic() - begin_s < _LINGER_S:
                 _pause(time.monotonic() - begin_s)
         except PeerLost:

@@ -148,7 +148,7 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
                     starts.append(roomy.solve(layers_ms, count, straight)[0])
                 starts.append(problem.solve(layers_ms, count, straight)[0])
     if problem.rules.has_equal_replicas and not problem.straight:
-        # This schedule (2bw) has equal numbers of replicas at all stages, as in PipeDream-2BW's planner.
+        # The schedule 2bw has equal numbers of replicas at all stages, as in PipeDream-2BW's planner.
         equal = [
             tuple(replace(stage, num_replicas=problem.num_workers // len(stages)) for stage in stages)
             for stages in starts

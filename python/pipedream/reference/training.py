@@ -397,8 +397,8 @@ def _draws(
     base = base_seed(seed)
     with generators_kept(), contextlib.ExitStack() as around:
         seed_all(data_seed(base))
-        # This assumes that all layers and the loss draw random numbers. Layers that draw nothing are not
-        # affected.
+        # The layers and the loss are taken to draw random numbers. For layers that draw nothing this changes
+        # nothing.
         seen = [
             SeenDraws(
                 frozenset(range(module.first_layer, module.last_layer + 1)), in_loss=module is modules[-1]

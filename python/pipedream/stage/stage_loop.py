@@ -597,7 +597,7 @@ class WorkerLoop:
         }
 
 
-# These are functions and not methods. A bound method refers to the loop. If the loop's objects stored it, a
+# The functions below are not methods. A bound method refers to the loop. If the loop's objects stored it, a
 # reference cycle would keep the loop and its pool alive.
 
 

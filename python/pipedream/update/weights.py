@@ -101,7 +101,7 @@ class WeightVersions:
         ]
         if resident is not None:
             self._nowhere = [_nan_like(original) for original in self._originals]
-            # This is a function and not a method, because a bound method would make a reference cycle that
+            # _move() is a function and not a method, because a bound method would make a reference cycle that
             # keeps the slots in memory.
             resident.on_move = functools.partial(_move, self._leaves, self._views, self._nowhere)
             for slot in range(self.num_slots):

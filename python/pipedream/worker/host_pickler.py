@@ -62,7 +62,8 @@ class HostPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
             kind = parametrize.type_before_parametrizations(value)
-            # These hooks are removed: weight_norm's hook cannot be pickled, and no worker loads a state_dict.
+            # Hooks of load_state_dict are removed: weight_norm's hook cannot be pickled, and no worker loads
+            # a state_dict.
             attributes = vars(value) | {"_load_state_dict_pre_hooks": OrderedDict()}
             return _bare, (kind,), attributes, None, None, _parametrize_again
         if isinstance(value, types.FunctionType) and self.sends_functions:

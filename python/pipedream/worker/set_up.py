@@ -172,8 +172,8 @@ class _FirstMicrobatch:
 
 def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_FirstMicrobatch]:
     """Returns the first microbatch. If the plan has shapes_apart, one microbatch of each kind follows."""
-    # This happens before any link is open. A DataLoader starts its processes now, and they would inherit open
-    # sockets. A peer that closes such a link would wait until the DataLoader's processes close it, too.
+    # The data are read before any link is open. A DataLoader starts its processes now, and they would inherit
+    # open sockets. A peer that closes such a link would wait until the DataLoader's processes close it, too.
     kinds = run.plan.shapes_apart
     if not (run.reads_inputs or run.reads_targets):
         return [_FirstMicrobatch()] * (1 + len(kinds))

@@ -177,7 +177,7 @@ class WorkerLinks:
         """Waits a little for the rendezvous to say which rank is lost. A peer whose link is silent also sends
         no signs of life to the rendezvous, but the rendezvous notices that later."""
         deadline_s = time.monotonic() + 3 * sign_period_s(self._peer_timeout_s)
-        # This polls, because missing signs of life are not a key that one can wait for.
+        # The loop polls, because missing signs of life are not a key for which the store could wait.
         while time.monotonic() < deadline_s:
             self._raise_if_others_failed()
             time.sleep(_LOOK_PERIOD_S)

@@ -74,7 +74,8 @@ TEST_P(ChannelDriving, CreditOfWhatAnotherThreadDropsDuringAWorkItemLeavesBefore
   receiver_wakeup_.end_item();
 }
 
-// Both ends wait, send and drop at the same time. If anything were lost, they would stop.
+// The threads at both ends wait, send and drop items at the same time. If anything were lost, they would
+// stop.
 TEST_P(ChannelDriving, NothingIsLostBetweenThreadsThatSendWaitAndDrop) {
   const std::int64_t num_items = on_device() ? 200 : 2000;
   make_channels(one_tensor_spec(), {.num_slots = 3, .num_items_max = 4});

@@ -140,7 +140,8 @@ TEST_P(RandomItems, LargeItemsArriveWhileTheChunkSizeIsMeasured) {
   const ChannelStats stats = sender_->stats();
   EXPECT_EQ(std::count(kChunkBytesTried.begin(), kChunkBytesTried.end(), stats.chunk_bytes), 1)
       << stats.chunk_bytes;
-  // There are three items of each chunk size, then two of the chosen size. Placed items have larger chunks.
+  // The test sends three items of each chunk size, then two of the chosen size. Placed items have larger
+  // chunks.
   std::uint64_t num_chunks = 0;
   const auto chunks_of = [](std::size_t chunk_bytes) { return (kNumBytes + chunk_bytes - 1) / chunk_bytes; };
   for (const std::size_t tried : kChunkBytesTried) num_chunks += 3 * chunks_of(tried);
@@ -173,7 +174,8 @@ TEST_P(RandomItems, ReceiverThatTakesNothingBoundsWhatIsUnderWay) {
   EXPECT_EQ(sender_->stats().transfer_ns, stats.transfer_ns);  // nothing is under way
 }
 
-// There are more slots than may be granted at once. The others are granted when granted ones are filled.
+// The channel has more slots than may be granted at once. The remaining slots are granted when granted slots
+// are filled.
 TEST_P(RandomItems, MoreSlotsThanAreGrantedAtOnceAreAllUsed) {
   if (on_device()) GTEST_SKIP() << "the device has no part in it";
   constexpr std::int64_t kNumSlots = static_cast<std::int64_t>(kNumGrantsMax) + 10;

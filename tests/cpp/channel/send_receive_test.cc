@@ -226,8 +226,9 @@ TEST_P(StagedChannels, StagingBufferIsKeptUntilItsCopyIsDoneThoughTheItemIsGone)
   EXPECT_EQ(bytes_at(*read_late), patterned_bytes(3000, 0));
 }
 
-// Two threads drop two items. In between, one slot is granted with the staging buffer of the other slot. The
-// copy into the slot waits for the slot's own readers, and not for the readers of the other slot.
+// While two threads drop two items, the first item's slot is granted together with the staging buffer of the
+// second item. The copy into the slot must wait for the readers of this slot, and not for those of the other
+// one.
 TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets) {
   const Sizes sizes{.num_slots = 2};
   make_receiver_terms(one_tensor_spec(), sizes);

@@ -223,7 +223,7 @@ TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
   if (transport == "inproc") {
     EXPECT_EQ(num_allocations, 0U) << first;
   } else {
-    // These are libzmq's allocations: for the contents of two parts, and for its receive buffer.
+    // libzmq allocates memory for the contents of two parts, and for its receive buffer.
     EXPECT_LT(static_cast<double>(num_allocations) / num_frames, 4.0) << first;
   }
 }

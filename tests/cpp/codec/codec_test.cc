@@ -257,8 +257,8 @@ TYPED_TEST(CodecOf, Float16IsTheNearestEvenAtEveryMagnitude) {
 }
 
 TEST(CodecOfFloat64, IsRoundedOnce) {
-  // These are 2^-40 more than half way between two 16-bit floats. As float32 they would be exactly half way,
-  // and would round to even.
+  // The values are 2^-40 more than half way between two 16-bit floats. As float32 they would be exactly half
+  // way, and would round to even.
   const std::vector<double> values = {1 + 0x1p-8 + 0x1p-40, 1 + 0x1p-11 + 0x1p-40};
   Encoding<double> bf16(codec_from_name("bf16"), 2);
   EXPECT_EQ(bf16.sent(values)[0], 1 + 0x1p-7);
@@ -393,7 +393,8 @@ TYPED_TEST(CodecOf, TopKOfEveryMagnitudeAndOfSpecialsChoosesWhatASortDoes) {
     Encoding<TypeParam> encoding({CodecKind::kTopK, share}, values.size());
     encoding.encode(values);
     ASSERT_EQ(encoding.indices(), largest_by_sort(values, encoding.num_entries()));
-    // These elements are all equal, and there are more of them than are sent.
+    // A third of the elements are infinities and NaNs, which count as equally large. There are more of them
+    // than are sent.
     for (std::size_t i = 3; i < values.size(); i += 3) {
       const TypeParam specials[] = {kInfinity<TypeParam>, kNan<TypeParam>, -kNan<TypeParam>,
                                     -kInfinity<TypeParam>};
@@ -405,8 +406,8 @@ TYPED_TEST(CodecOf, TopKOfEveryMagnitudeAndOfSpecialsChoosesWhatASortDoes) {
   }
 }
 
-// These orders fill the list of candidates again and again, or have equal values so that no bound divides
-// them.
+// Some of the orders fill the list of candidates again and again. In others values are equal, so that no
+// bound divides them.
 TYPED_TEST(CodecOf, TopKOfValuesInAnyOrderChoosesWhatASortDoes) {
   const auto random = this->normal_values(100'003);
   auto ascending = random;
@@ -525,7 +526,7 @@ TYPED_TEST(CodecOf, WhatTopKSendsAsInfinityOrNanIsNotSentAgain) {
   EXPECT_EQ(encoding.residual(), std::vector<TypeParam>(10));
 }
 
-// There are more infinities and NaNs than are sent, so that most stay behind: in the vectorised part of the
+// The tensor has more infinities and NaNs than are sent, so most stay behind: in the vectorised part of the
 // loop and in its rest.
 TYPED_TEST(CodecOf, AnItemAfterInfinitiesAndNansThatTopKHeldBackIsSentAsFromAFreshResidual) {
   const TypeParam specials[] = {kInfinity<TypeParam>, -kInfinity<TypeParam>, kNan<TypeParam>,

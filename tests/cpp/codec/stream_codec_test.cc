@@ -185,7 +185,7 @@ TEST_P(StreamCodecContract, GivesTheHostsBytesOfEveryMagnitudeAndOfSpecials) {
   }
 }
 
-// There are more infinities and NaNs than are sent. The residual also drops those that are not sent.
+// The tensor has more infinities and NaNs than are sent. The residual also drops those that are not sent.
 TEST_P(StreamCodecContract, TopKForgetsWhatIsNotFiniteAsTheHostDoes) {
   auto values = normal_values<double>(kNumMany);
   for (std::size_t i = 0; i < values.size(); i += 3) {

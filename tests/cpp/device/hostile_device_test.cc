@@ -100,7 +100,7 @@ TEST_F(Hostile, AnEventThatWasRecordedTooEarlyOrdersNothing) {
   gate.open();
 }
 
-// Both mappings are the same memory, as they would be in two processes.
+// Two devices map the same memory, as they would in two processes.
 TEST_F(Hostile, MemoryThatAnotherDeviceMapsIsTheSame) {
   HostileDevice other;
   const auto exported = device_.export_memory(kNumBytes, nullptr);

@@ -317,8 +317,8 @@ TEST_F(PoolTest, ThreadsNeverHoldTheSameSlotAtOnce) {
       for (int round = 0; round < kNumRounds; ++round) {
         const std::optional<Lease> lease = group.try_lease();
         if (!lease) continue;
-        // These writes are not guarded: only the lease keeps other threads away. ThreadSanitizer checks that
-        // it does.
+        // The writes are not guarded: only the lease keeps other threads away. ThreadSanitizer checks that it
+        // does.
         int owner = thread;
         std::memcpy(lease->data(), &owner, sizeof(owner));
         std::memcpy(&owner, lease->data(), sizeof(owner));

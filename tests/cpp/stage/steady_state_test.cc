@@ -26,7 +26,7 @@ constexpr std::int64_t kNumMinibatches = 500;  // measured
 constexpr std::size_t kItemBytes = 5000;
 constexpr std::size_t kChunkBytes = 1024;
 
-// Both compute threads wait here while the main thread reads the counter.
+// A barrier at which both compute threads wait while the main thread reads the counter.
 using Gate = std::barrier<>;
 
 class SteadyWorker {

@@ -109,7 +109,7 @@ TEST(ConnectAddress, TransportAsksBeforeItConnects) {
   Recorder recorder;
   const std::unique_ptr<Transport> transport = make_transport("zmq");
   if (!transport) GTEST_SKIP() << "libzmq is not available, or not asked for";
-  // It has a token, as a stranger's endpoint would have: only the address is wrong.
+  // The endpoint has a token, as a stranger's endpoint would have. Only its address is wrong.
   const std::string endpoint = "tcp://192.0.2.1:40001 token=00112233445566778899aabbccddeeff";
   try {
     transport->connect(link_options(), endpoint, recorder);

@@ -285,7 +285,7 @@ std::vector<std::string> devices_here() {
 INSTANTIATE_TEST_SUITE_P(Devices, DeviceMemory, testing::ValuesIn(devices_here()),
                          [](const auto& device) { return device.param; });
 
-// This is checked only for the hostile device, because a CUDA driver may keep descriptors open.
+// Descriptors are checked only for the hostile device, because a CUDA driver may keep some open.
 TEST(DeviceSharedMemory, DescriptorsAndMappingsAreGivenBack) {
   const auto num_descriptors = [] {
     return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});

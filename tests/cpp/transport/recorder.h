@@ -23,7 +23,7 @@
 
 namespace pipedream {
 
-// This is long enough for every machine. It only ends a test that is deadlocked.
+// The patience is long enough for every machine. It only ends a test that is deadlocked.
 inline constexpr auto kPatience = std::chrono::seconds(60);
 
 // Records every call. All functions may be called from any thread.
@@ -34,7 +34,8 @@ class Recorder final : public LinkHandler {
     std::vector<std::byte> payload;
   };
 
-  // These run on the thread that drives, before the frame is recorded. Set before the link exists.
+  // The functions run on the thread that drives, before the frame is recorded. Set them before the link
+  // exists.
   std::function<std::optional<Failure>(Link&, const FrameHeader&)> when_frame;
   std::function<void(Link&)> when_open;
   std::function<void()> after_frame;  // once it is recorded

@@ -25,8 +25,8 @@
 namespace pipedream {
 namespace {
 
-// There are more tensors than fit in a launch. Their sizes are around the size of a pack and of a block, and
-// one tensor is misaligned.
+// More tensors than fit in a launch. Their sizes are around the size of a pack and of a block, and one tensor
+// is misaligned.
 constexpr std::size_t kNumTensors = 51;
 // The arrays of a tensor. The weights in and out and the gradient have the tensor's element type; then come
 // the two moments, their maximum and the master.

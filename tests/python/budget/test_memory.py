@@ -272,9 +272,8 @@ def test_what_is_kept_and_the_gradients_that_wait_are_what_the_lists_allow(
 def test_replicas_upstream_may_leave_gradients_of_all_that_they_have_in_flight(
     replicas: tuple[int, ...], more: int
 ) -> None:
-    """Such gradients collect only if the link is slow for gradients and fast for activations. Tests on fast
-    links do not show them.
-    """
+    """Gradients collect upstream only if the link is slow for gradients and fast for activations. Tests on
+    fast links do not show them."""
     plan = Plan.replicated(len(replicas), replicas)
     in_flight = [plan.in_flight[0] + more, *plan.in_flight[1:]]
     options = _core.ScheduleOptions("pipedream", in_flight, 1, plan.placement)

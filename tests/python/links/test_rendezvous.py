@@ -102,7 +102,7 @@ def test_a_rank_whose_links_are_open_and_one_that_never_joins_are_not_lost(ranks
 
 
 def test_a_rank_that_has_joined_is_waited_for_as_long_as_it_lives(ranks: Ranks) -> None:
-    # Such a rank may be reading its first minibatch, which may take any time.
+    # A rank that has joined may be reading its first minibatch, which may take any time.
     one, other = ranks.rank(0), ranks.rank(1)
     for rendezvous in (one, other):
         rendezvous.join(_TIMEOUT_S)

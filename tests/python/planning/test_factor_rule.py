@@ -481,7 +481,7 @@ def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Pa
     asked: dict[str, Any] = {"codec": FACTOR_CODEC, "schedule": planned_for, "boundaries": [0]}
     partition(profile, 5, 1e9, replicas=[2, 3], **asked).save(path)
     simulated = simulate_plan(path, profile, schedule="flush", minibatches=12, microbatches=1)
-    # This replica trains six of 12 minibatches, and makes two updates. Each update computes six products, for
+    # A replica trains six of 12 minibatches, and makes two updates. Each update computes six products, for
     # three minibatches of both replicas.
     busy_ms = 6 * (4.0 + 8.0 - 2.0) + 2 * 6 * 2.0
     assert simulated.to_dict()["workers"][0]["busy_ms_per_minibatch"] == pytest.approx(busy_ms / 12)

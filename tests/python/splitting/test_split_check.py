@@ -185,7 +185,8 @@ def _listed(first: type[_Down], last: type[_Down]) -> tuple[nn.Sequential, _Kept
 def test_what_layers_of_a_list_keep_for_each_other_is_refused(
     first: type[_Down], last: type[_Down], words: str
 ) -> None:
-    """Such layers once trained on values that the profiler's last forward had left."""
+    """Layers that keep values for each other once trained on values that the profiler's last forward had
+    left."""
     layers, kept = _listed(first, last)
     for model in (layers, list(layers)):
         with pytest.raises(ValueError, match=f"the model cut after layer 1 does not compute what .*{words}"):

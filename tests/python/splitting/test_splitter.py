@@ -258,7 +258,8 @@ class _Keeps(nn.Module):
 
 
 def test_a_view_of_a_parameter_that_was_made_once_is_refused() -> None:
-    # Such a view would show the initial weights for ever. So would a copy of it in a worker process.
+    # A view of a weight in another place would show the initial weights for ever. So would a copy of it in a
+    # worker process.
     for view in (lambda weight: weight.t(), lambda weight: [weight.detach()[0]], lambda weight: weight.data):
         layer = _Keeps(None)
         layer.kept = view(layer.lin.weight)
