@@ -24,8 +24,8 @@ def covering_rows(
 
         factors: {option: its values}.
         allowed: whether a row is allowed. It is also called with partial rows. If it refuses a partial row,
-        it must
-            refuse all rows that contain it.
+        it
+            must refuse all rows that contain it.
         given: partial rows. Each becomes one row, whose other values are chosen for new pairs.
 
     The choice is greedy: the next value is the one with the most new pairs, or of equal ones the least used.

@@ -97,14 +97,13 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
 
 // ---- topk: one pass adds the values and lists candidates; a radix select then chooses from the list ----
 //
-// 1 A sample of the sums (residual + values) gives a bound. Somewhat more elements are above the bound than
-// must
-//     be sent.
+//   1 A sample of the sums (residual + values) gives a bound. Somewhat more elements are above the bound than
+//     must be sent.
 //   2 residual += values, and every element above the bound is listed. If the list gets full, it keeps the
-// num_chosen largest elements, and the bound rises to the smallest of these. Later elements that equal the
-//     bound are not listed: of equal elements, the first ones are chosen.
-// 3 If the sample's bound was too high, the list is too short. Then all elements are listed again, without a
-//     bound.
+//     num_chosen largest elements, and the bound rises to the smallest of these. Later elements that equal
+//     the bound are not listed: of equal elements, the first ones are chosen.
+//   3 If the sample's bound was too high, the list is too short. Then all elements are listed again, without
+//     a bound.
 //   4 The list is reduced to the num_chosen largest elements. Their indices and values are written.
 //   5 The values that are sent, and values that are not finite, are removed from the residual.
 //

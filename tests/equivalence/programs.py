@@ -36,7 +36,7 @@ def _steps(short: str, versions: str) -> list[Step]:
 
 _PAIR = _steps("F0 F1 B0 U0 B1 U1", "0 0 0 1 0 2")
 BY_PAIRS = Program(_text([_PAIR, _PAIR, _PAIR], 2))
-"""Each body has two forwards, then twice a backward and its update."""
+"""Each body has two forwards, and then two backwards, each followed by its update."""
 
 DRAINS_AFTER_THREE = Program(
     _text(

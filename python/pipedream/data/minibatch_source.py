@@ -197,7 +197,8 @@ def exceeds(planned: Boundary, inputs: Any) -> bool:
         return False
     if all(tensor.shape == spec.shape for tensor, spec in pairs):
         return False
-    # If several kinds of minibatches are planned, each kind has its shapes at the same position of all specs.
+    # Several kinds of minibatches may be planned. The k-th shape of every tensor's spec belongs to the k-th
+    # kind.
     kinds = zip(*((spec.shape, *spec.others) for spec in planned.tensors), strict=True)
     known = [[size for shape in kind for size in shape] for kind in kinds]
     return not cover_sizes(known, [size for tensor in tensors for size in tensor.shape])

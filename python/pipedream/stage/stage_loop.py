@@ -556,7 +556,7 @@ class WorkerLoop:
         return self._data.stream.source if reads else ""
 
     def _report(self) -> dict[str, Any]:
-        # If that takes longer than the timeout, the trace lacks the last transfers.
+        # The report has the times of all transfers, except those that take longer than the timeout.
         self._core.wait_for_transfers(LEAVE_TIMEOUT_S)
         stats, transports = self._core.channel_stats(), self._core.channel_transports()
         between = [name for edge, name in self._edges if edge.kind in ("activation", "gradient")]

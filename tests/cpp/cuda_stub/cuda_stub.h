@@ -1,14 +1,14 @@
 // Declares the functions by which tests control the tests' own CUDA runtime. The runtime runs the real
 // sources of csrc/*/cuda on the host:
 //
-//     streams      are threads. Every operation is asynchronous, with random delays
-//     kernels      are C++, with a fiber per CUDA thread (kernel_launch.h)
-// memory a host thread that touches device memory gets SIGSEGV. Only copies, and kernels while they run,
-//                  can access it. A copy from or to host memory that is not registered is synchronous
-// errors a call can be made to fail. After an error of the context every call fails, and enqueued work is
-//                  dropped
-// aborts the process ends, with the call's name, if a host function calls the runtime, if memory is freed
-//                  while a stream uses it, if a copy goes beyond an allocation, and for an unknown handle
+//   streams      are threads. Every operation is asynchronous, with random delays
+//   kernels      are C++, with a fiber per CUDA thread (kernel_launch.h)
+//   memory       a host thread that touches device memory gets SIGSEGV. Only copies, and kernels while they
+//                run, can access it. A copy from or to host memory that is not registered is synchronous
+//   errors       a call can be made to fail. After an error of the context every call fails, and enqueued
+//                work is dropped
+//   aborts       the process ends, with the call's name, if a host function calls the runtime, if memory is
+//                freed while a stream uses it, if a copy goes beyond an allocation, and for an unknown handle
 //
 // The delays come from the seed $PIPEDREAM_CUDA_STUB_SEED, or from one that an abort prints. The runtime does
 // not imitate torch's tensors, timing, a device's memory model, or nvcc's arithmetic.
