@@ -23,7 +23,7 @@ from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_schedule import minibatches_per_body, schedule_of, versions_kept
 from pipedream.planning.runtime_costs import StageCosts, costs_of, predicted_rows
 from pipedream.planning.simulator import Conditions, SharedHost, Simulation, simulate, steady_ms
-from pipedream.planning.synced_bytes import SyncedBytes, all_reduce_ms, exchange_times, shard_shares
+from pipedream.planning.synced_bytes import all_reduce_ms, exchange_times, shard_shares
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -36,7 +36,6 @@ __all__ = [
     "boundary_links",
     "predict_ms",
     "predict_ms_of_run",
-    "simulate_calibrated",
     "simulate_programs",
     "steady_minibatches",
     "with_links_hidden",
@@ -60,13 +59,19 @@ def predict_ms(
 ) -> float | None:
     """Returns milliseconds per minibatch in the steady state. None: the plan has no figures.
 
-    steady_rounds: number of minibatches of each replica, besides warm-up and cool-down. spreads: as in
-    simulate_programs().
+    steady_rounds: number of minibatches of each replica, besides warm-up and cool-down. spreads: whether the
+    times of single items vary about their mean.
     """
-    if costs_of(plan) is None:
+    from pipedream import _core
+
+    costs = costs_of(plan, drains=_core.drains_every_minibatch(schedule))
+    if costs is None:
         return plan.bottleneck_ms
+    times, transfers, conditions = _timing_of(plan, schedule, costs, boundary_links(plan))
+    if not spreads:
+        conditions = conditions._replace(spread=EVEN)
     num_minibatches = steady_minibatches(plan, schedule, steady_rounds)
-    return steady_ms(schedule, num_minibatches, *_timing_of(plan, schedule, spreads=spreads))
+    return steady_ms(schedule, num_minibatches, times, transfers, conditions)
 
 
 def predict_ms_of_run(plan: Plan, schedule: _core.ScheduleOptions) -> float | None:
@@ -97,58 +102,35 @@ def steady_minibatches(plan: Plan, schedule: _core.ScheduleOptions, rounds: int 
     return min(whole_rounds, max(asked, _MINIBATCHES_MAX))
 
 
-def simulate_calibrated(
-    plan: Plan,
-    schedule: _core.ScheduleOptions,
-    num_minibatches: int | None = None,
-    *,
-    spreads: bool = True,
-) -> Simulation | None:
-    """Simulates a run. Returns None if the plan is not of the calibrated cost model. spreads: as in
-    simulate_programs().
-    """
-    from pipedream import _core
-
-    if costs_of(plan) is None:
-        return None
-    if num_minibatches is None:
-        num_minibatches = steady_minibatches(plan, schedule)
-    programs = [_core.make_program(schedule, rank, num_minibatches) for rank in range(schedule.num_workers)]
-    return simulate_programs(plan, schedule, programs, spreads=spreads)
-
-
 def simulate_programs(
     plan: Plan,
     schedule: _core.ScheduleOptions,
     programs: Sequence[Sequence[_core.Instruction]],
+    costs: Sequence[StageCosts],
+    links: Sequence[LinkCosts],
     *,
-    spreads: bool = True,
-    sync_shares: Sequence[SyncedBytes] | None = None,
+    one_link: bool = True,
 ) -> Simulation:
-    """Simulates the workers' lists with the costs in the plan. The plan must be of the calibrated cost model.
-
-    spreads: whether the times of single items vary about their mean. sync_shares: for each stage, the bytes
-    that a replica pushes to one other replica and pulls from it, as shares of a shard; None: the bytes that
-    the costs assume.
+    """Simulates the workers' lists with costs of each stage and boundary, and with the plan's other figures.
+    one_link: as in Conditions.
     """
-    timing = _timing_of(plan, schedule, spreads=spreads, sync_shares=sync_shares)
-    return simulate(programs, *timing, minibatches_per_body=minibatches_per_body(schedule))
+    times, transfers, conditions = _timing_of(plan, schedule, costs, links)
+    return simulate(
+        programs,
+        times,
+        transfers,
+        conditions._replace(one_link=one_link),
+        minibatches_per_body=minibatches_per_body(schedule),
+    )
 
 
 def _timing_of(
     plan: Plan,
     schedule: _core.ScheduleOptions,
-    *,
-    spreads: bool,
-    sync_shares: Sequence[SyncedBytes] | None = None,
+    costs: Sequence[StageCosts],
+    links: Sequence[LinkCosts],
 ) -> tuple[list[_core.StageDurations], list[_core.BoundaryDurations], Conditions]:
-    """Returns the arguments of the simulator for a plan that has costs. The arguments are those of
-    simulate_programs().
-    """
-    from pipedream import _core
-
-    costs = costs_of(plan, drains=_core.drains_every_minibatch(schedule))
-    assert costs is not None
+    """Returns the arguments of the simulator."""
     predicted, m = plan.predicted, schedule.num_microbatches
     wakings = read_value("predicted.waking", predicted.get("waking", []), tuple[Waking, ...])
     _check_counts(plan, costs, len(wakings))
@@ -156,21 +138,19 @@ def _timing_of(
     host: SharedHost | None = read_value("predicted.host", predicted.get("host"), SharedHost | None)
     is_alone = host is not None and host.num_workers == 1
     speed = host.speed(1) if host is not None and is_alone else 1.0
-    shares = sync_shares or [SyncedBytes(1.0, 1.0)] * plan.num_stages
     sizes: list[float | None] = [None] * plan.num_stages
     if predicted.get("stage_parameter_bytes") is not None:
         sizes = predicted_rows(plan, "stage_parameter_bytes", float, plan.num_stages, "stages")
     times = [
-        _times(*stage, schedule, speed)
-        for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)
+        _times(*stage, schedule, speed) for stage in zip(plan.stages, costs, versions, sizes, strict=True)
     ]
     conditions = Conditions(
         host=None if is_alone else host,
-        spread=read_value("predicted.spread", predicted.get("spread", {}), Spread) if spreads else EVEN,
+        spread=read_value("predicted.spread", predicted.get("spread", {}), Spread),
         waking_after_ms=[waking.after_ms for waking in wakings],
         one_link=True,
     )
-    return times, [link.of_microbatch(m) for link in boundary_links(plan)], conditions
+    return times, [link.of_microbatch(m) for link in links], conditions
 
 
 def _check_counts(plan: Plan, costs: Sequence[StageCosts], num_wakings: int) -> None:
@@ -193,7 +173,6 @@ def _check_counts(plan: Plan, costs: Sequence[StageCosts], num_wakings: int) -> 
 def _times(
     stage: Stage,
     cost: StageCosts,
-    share: SyncedBytes,
     num_versions: int,
     parameter_bytes: float | None,
     schedule: _core.ScheduleOptions,
@@ -207,15 +186,14 @@ def _times(
     update_ms = _update_ms(stage, cost, num_versions, updated) / speed
     if schedule.uses_allreduce:
         update_ms += all_reduce_ms(stage, cost.shard_ms * stage.num_replicas)
-    exchange = exchange_times(stage, cost.shard_ms * stage.num_replicas, share, parameter_bytes)
-    if cost.push_ms is not None:
-        exchange["push_ms"] = cost.push_ms
+    exchange = exchange_times(stage, cost.shard_ms * stage.num_replicas, parameter_bytes)
+    exchange["push_ms"] = cost.push_ms
     if stage.num_spare_shards:
         shares = shard_shares(stage.num_replicas, stage.num_spare_shards)
         update_ms, exchange["spare_update_ms"] = (
             _update_ms(stage, cost, num_versions, of_owner) / speed for of_owner in shares
         )
-    elif not schedule.asynchronous and share.pushed == share.pulled:  # no factors are pushed
+    elif not schedule.asynchronous:
         exchange["num_chunks"] = cost.num_chunks or 1
         exchange["updates_whole"] = schedule.exchanges_norms
         of_last = cost.backward.first if num_microbatches == 1 else cost.backward.later

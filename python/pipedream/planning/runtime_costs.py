@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipedream.common.document import check_list, check_whole, read_value, require
@@ -38,7 +38,6 @@ __all__ = [
     "RuntimeCosts",
     "StageCosts",
     "SyncCost",
-    "costed_for",
     "costs_of",
     "layer_cost_ms",
     "predicted_rows",
@@ -339,17 +338,6 @@ def predicted_rows(plan: Plan, name: str, kind: Any, count: int, of_what: str) -
     if len(rows) != count:
         raise ValueError(f"{where} has {len(rows)} entries for {count} {of_what}: give one for each")
     return [read_value(f"{where}[{index}]", row, kind) for index, row in enumerate(rows)]
-
-
-def costed_for(plan: Plan, *, drains: bool) -> Plan:
-    """Returns a calibrated plan with one kind of costs only: those for schedules that drain if `drains` is
-    True, else those for other schedules.
-    """
-    predicted = dict(plan.predicted)
-    drained = predicted.pop("drained_costs", None)
-    if drains and drained is not None:
-        predicted["stage_costs"] = drained
-    return replace(plan, predicted=predicted)
 
 
 def _position_of(stage_index: int, num_stages: int) -> str:

@@ -61,40 +61,34 @@ def synced_bytes(
 
 
 def shares_of_a_shard(
-    layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool, minibatches: float
+    layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: float
 ) -> SyncedBytes:
     """Returns synced_bytes() with `factors`, divided by the bytes of a shard without factors."""
     dense = synced_bytes(layers, num_replicas).pulled
     if dense == 0:
         return SyncedBytes(1.0, 1.0)
-    found = synced_bytes(layers, num_replicas, factors=factors, minibatches=minibatches)
+    found = synced_bytes(layers, num_replicas, factors=True, minibatches=minibatches)
     return SyncedBytes(found.pushed / dense, found.pulled / dense)
 
 
-def exchange_times(
-    stage: Stage, all_ms: float, share: SyncedBytes, num_bytes: float | None = None
-) -> dict[str, Any]:
+def exchange_times(stage: Stage, all_ms: float, num_bytes: float | None = None) -> dict[str, Any]:
     """Returns arguments of StageDurations for the exchange between replicas and spares.
 
-    all_ms: time in which one link carries all the stage's parameters. share: bytes pushed to an owner and
-    pulled from it, as shares of the owner's shard. num_bytes: bytes of the parameters; None: so many that the
-    time of one chunk does not matter.
+    all_ms: time in which one link carries all the stage's parameters. num_bytes: bytes of the parameters;
+    None: so many that the time of one chunk does not matter.
     """
     replicas, spares = stage.num_replicas, stage.num_spare_shards
     of_replica, of_spare = shard_shares(replicas, spares)
-    times: dict[str, Any] = {
-        "pull_ms": all_ms * of_replica * share.pulled,
-        "push_ms": all_ms * of_replica * share.pushed,
-    }
+    times: dict[str, Any] = {"pull_ms": all_ms * of_replica}
     if spares:
         num_bytes = num_bytes or _MANY_BYTES
         in_all = round_ms(num_bytes, replicas, spares, 1e3 * num_bytes)  # in times all_ms
         pushed = (replicas - 1) * of_replica + spares * of_spare
         times |= {
             "num_replicas": replicas,
-            "spare_push_ms": all_ms * of_spare * share.pushed,
+            "spare_push_ms": all_ms * of_spare,
             # The rest of the round after all pushes have arrived, divided among the replicas.
-            "spare_pull_ms": all_ms * max(0.0, in_all - pushed) / replicas * share.pulled,
+            "spare_pull_ms": all_ms * max(0.0, in_all - pushed) / replicas,
         }
     return times
 

@@ -21,37 +21,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipedream.common.document import check_number, write_value
+from pipedream.common.document import check_number
 from pipedream.common.table import format_table
 from pipedream.common.units import format_bandwidth, format_bytes
-from pipedream.planning.factor_rule import check_has_factors, factored_sum
+from pipedream.planning.factor_rule import check_has_factors
 from pipedream.planning.formulas import StageLinks, parameter_bytes_of
 from pipedream.planning.job import check_together
-from pipedream.planning.layer_profile import Profile, pass_costs
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.limits import Limits
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partition_arguments import check_microbatches
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_schedule import minibatches_of_round
 from pipedream.planning.prediction import LinkCosts, boundary_links, simulate_programs
-from pipedream.planning.runtime_costs import costed_for, costs_of, predicted_rows
-from pipedream.planning.simulator import (
-    Simulation,
-    Transfer,
-    ms_per_minibatch,
-    simulate,
-)
-from pipedream.planning.synced_bytes import (
-    SyncedBytes,
-    all_reduce_ms,
-    exchange_times,
-    shares_of_a_shard,
-    spare_link_ms,
-)
+from pipedream.planning.runtime_costs import FREE, StageCosts, costs_of, predicted_rows, stage_costs
+from pipedream.planning.simulator import Simulation, Transfer, ms_per_minibatch
+from pipedream.planning.synced_bytes import shares_of_a_shard, spare_link_ms
 from pipedream.simulate.simulated_memory import MemoryUse, memory_in_use
 from pipedream.simulate.traced_schedule import TracedSchedule, TraceRequest, describe_bubble, make_traced
 
 if TYPE_CHECKING:
-    from pipedream import _core
+    pass
 
 __all__ = ["PlanSimulation", "simulate_plan"]
 
@@ -140,7 +130,7 @@ class PlanSimulation:
                     zip(
                         _boundary_bytes(self.plan, self.profile),
                         [
-                            max(times.activation_ms, times.gradient_ms)
+                            max(times.one_way_ms, times.back_ms or 0.0)
                             for times in _transfers(self.plan, self.profile, self.links)
                         ],
                         strict=True,
@@ -250,7 +240,6 @@ def simulate_plan(
     few workers, or together with spare shards; for factors that the profile does not have; for factors=False
     if a calibrated plan was made with factors; and as make_traced().
     """
-    from pipedream import _core
 
     plan = Plan.load(plan_file, profile=profile)
     if plan.num_layers != profile.num_layers:
@@ -287,35 +276,58 @@ def simulate_plan(
         None,
     )
     stage_links, bandwidth = _links_of(plan, plan_file, traced, bandwidth_bytes_per_s, links)
-    num_microbatches = traced.options.num_microbatches
     if factors:
         check_has_factors(profile)
     else:
         profile = profile.without_factors()
-    of_rounds = minibatches_of_round(traced.options)
-    shares = [
-        shares_of_a_shard(
-            profile.layers[stage.first_layer : stage.last_layer + 1],
-            stage.num_replicas,
-            factors=factors,
-            minibatches=of_round,
-        )
-        for stage, of_round in zip(plan.stages, of_rounds, strict=True)
-    ]
-    transfers = _transfers(plan, profile, stage_links)
-    if costs_of(plan) is not None:
-        is_own = bandwidth_bytes_per_s is None and links is None
-        costed = costed_for(plan, drains=_core.drains_every_minibatch(traced.options))
-        costed = costed if is_own else _costed(costed, profile, stage_links, transfers)
-        if plan.codec:
-            costed = costed if is_own else _by_factors(costed, shares)
-            simulation = simulate_programs(costed, traced.options, traced.programs)
-        else:
-            simulation = simulate_programs(costed, traced.options, traced.programs, sync_shares=shares)
-    else:
-        times = _stage_times(plan, profile, traced.options, stage_links, shares, of_rounds)
-        simulation = simulate(traced.programs, times, [_cut(one, num_microbatches) for one in transfers])
+    is_own = bandwidth_bytes_per_s is None and links is None
+    simulation = _simulate(plan, profile, traced, stage_links, over_own_links=is_own)
     return PlanSimulation(plan, profile, bandwidth, stage_links, traced, simulation, optimizer_copies)
+
+
+def _simulate(
+    plan: Plan,
+    profile: Profile,
+    traced: TracedSchedule,
+    links: StageLinks,
+    *,
+    over_own_links: bool,
+) -> Simulation:
+    """Simulates the plan's lists with its own costs, or with the profile's if it has none. over_own_links:
+    whether the links are those that a calibrated plan was made for.
+    """
+    from pipedream import _core
+
+    of_rounds = minibatches_of_round(traced.options)
+    transfers = _transfers(plan, profile, links)
+    costs = costs_of(plan, drains=_core.drains_every_minibatch(traced.options))
+    has_costs = costs is not None
+    if costs is None:
+        costs = _uncalibrated_costs(plan, profile, links, of_rounds)
+    else:
+        own_links = boundary_links(plan)
+        if over_own_links:
+            transfers = own_links
+        else:
+            costs = _costs_over(links, plan, profile, costs)
+            transfers = [
+                one._replace(latency_ms=max(one.latency_ms, own.latency_ms))
+                for one, own in zip(transfers, own_links, strict=True)
+            ]
+        if not (plan.codec and over_own_links):
+            costs = [
+                _exchanging(cost, profile, stage, of_round)
+                for cost, stage, of_round in zip(costs, plan.stages, of_rounds, strict=True)
+            ]
+    sizes = {"stage_parameter_bytes": [parameter_bytes_of(profile, stage) for stage in plan.stages]}
+    return simulate_programs(
+        replace(plan, predicted=plan.predicted | sizes),
+        traced.options,
+        traced.programs,
+        costs,
+        transfers,
+        one_link=has_costs,
+    )
 
 
 def _enough_minibatches(plan: Plan) -> int:
@@ -364,75 +376,52 @@ def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
     return [traced.options.placement.ranks_of(index) for index in range(plan.num_stages)]
 
 
-def _costed(
-    plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence[_core.BoundaryDurations]
-) -> Plan:
-    """Returns a calibrated plan with its costs replaced by the costs for these links."""
-    of_boundaries = [
-        write_value(LinkCosts(times.activation_ms, max(link.latency_ms, times.latency_ms), times.gradient_ms))
-        for link, times in zip(boundary_links(plan), transfers, strict=True)
-    ]
-    of_stages = [
-        {
-            **cost,
-            "shard_ms": _parameters_ms(profile, stage, bytes_per_s) / stage.num_replicas,
-            "sync_latency_ms": max(cost.get("sync_latency_ms", 0.0), latency_ms),
-        }
+def _uncalibrated_costs(
+    plan: Plan, profile: Profile, links: StageLinks, minibatches: Sequence[float]
+) -> list[StageCosts]:
+    """Returns each stage's costs by the profile alone. minibatches: for each stage, how many minibatches one
+    replica trains in a round.
+    """
+    # A stage is as fast as its slowest worker, because the others wait for it.
+    slowed = Limits(speeds=tuple(_speeds_of(plan))).slowed(profile, plan.stages)
+    costs = stage_costs(
+        slowed,
+        FREE,
+        plan.stages,
+        links.replicas,
+        latency_ms=links.replica_latency_ms,
+        minibatches=minibatches,
+    )
+    return [replace(cost, num_chunks=None, push_leads=()) for cost in costs]
+
+
+def _costs_over(
+    links: StageLinks, plan: Plan, profile: Profile, costs: Sequence[StageCosts]
+) -> list[StageCosts]:
+    """Returns a calibrated plan's costs with the exchange between replicas over these links."""
+    return [
+        replace(
+            cost,
+            shard_ms=1e3 * parameter_bytes_of(profile, stage) / bytes_per_s / stage.num_replicas,
+            sync_latency_ms=max(cost.sync_latency_ms, latency_ms),
+        )
         if stage.num_replicas > 1
         else cost
         for cost, stage, bytes_per_s, latency_ms in zip(
-            plan.predicted["stage_costs"], plan.stages, links.replicas, links.replica_latency_ms, strict=True
+            costs, plan.stages, links.replicas, links.replica_latency_ms, strict=True
         )
     ]
-    return replace(plan, predicted=plan.predicted | {"links": of_boundaries, "stage_costs": of_stages})
 
 
-def _by_factors(plan: Plan, shares: Sequence[SyncedBytes]) -> Plan:
-    """Returns a calibrated plan with its push and pull times scaled. shares: bytes pushed and pulled, as
-    shares of a shard.
+def _exchanging(cost: StageCosts, profile: Profile, stage: Stage, minibatches: float) -> StageCosts:
+    """Returns the costs of replicas that push the profile's factors where these are smaller. minibatches: how
+    many minibatches one replica trains in a round.
     """
-    costs = [
-        {**cost, "push_ms": cost["shard_ms"] * share.pushed, "shard_ms": cost["shard_ms"] * share.pulled}
-        for cost, share in zip(plan.predicted["stage_costs"], shares, strict=True)
-    ]
-    return replace(plan, predicted=plan.predicted | {"stage_costs": costs})
-
-
-def _stage_times(
-    plan: Plan,
-    profile: Profile,
-    schedule: _core.ScheduleOptions,
-    links: StageLinks,
-    shares: Sequence[SyncedBytes],
-    minibatches: Sequence[float],
-) -> Sequence[_core.StageDurations]:
-    """Returns each stage's times. minibatches: for each stage, how many minibatches one replica trains in a
-    round.
-    """
-    from pipedream import _core
-
-    times = []
-    speeds, num_microbatches = _speeds_of(plan), schedule.num_microbatches
-    for index, stage in enumerate(plan.stages):
-        # A stage is as fast as its slowest worker, because the others wait for it.
-        speed = min(speeds[rank] for rank in plan.placement.ranks_of(index))
-        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
-        forward, backward = pass_costs(layers)
-        product_ms = factored_sum(layers, stage.num_replicas, minibatches=minibatches[index]).product_ms
-        all_ms = _parameters_ms(profile, stage, links.replicas[index])
-        update_ms = stage.num_replicas * minibatches[index] * product_ms / speed
-        if schedule.uses_allreduce:
-            update_ms += all_reduce_ms(stage, all_ms)
-        times.append(
-            _core.StageDurations(
-                forward.later(num_microbatches) / speed,
-                (backward.later(num_microbatches) - product_ms / num_microbatches) / speed,
-                update_ms,
-                sync_latency_ms=links.replica_latency_ms[index],
-                **exchange_times(stage, all_ms, shares[index], parameter_bytes_of(profile, stage)),
-            )
-        )
-    return times
+    layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+    share = shares_of_a_shard(layers, stage.num_replicas, minibatches=minibatches)
+    if share.pushed != share.pulled:  # factors do not travel in chunks
+        cost = replace(cost, num_chunks=None, push_leads=())
+    return replace(cost, push_ms=cost.shard_ms * share.pushed, shard_ms=cost.shard_ms * share.pulled)
 
 
 def _speeds_of(plan: Plan) -> list[float]:
@@ -450,27 +439,11 @@ def _boundary_bytes(plan: Plan, profile: Profile) -> list[int]:
     return [profile.layers[stage.last_layer].activation_bytes for stage in plan.stages[:-1]]
 
 
-def _transfers(plan: Plan, profile: Profile, links: StageLinks) -> list[_core.BoundaryDurations]:
-    """Returns a minibatch's transfer times over each boundary."""
-    from pipedream import _core
-
+def _transfers(plan: Plan, profile: Profile, links: StageLinks) -> list[LinkCosts]:
+    """Returns a minibatch's times over each boundary."""
     return [
-        _core.BoundaryDurations(1e3 * num_bytes / down, 1e3 * num_bytes / up, latency_ms)
+        LinkCosts(1e3 * num_bytes / down, latency_ms, 1e3 * num_bytes / up)
         for num_bytes, down, up, latency_ms in zip(
             _boundary_bytes(plan, profile), links.downstream, links.upstream, links.latency_ms, strict=True
         )
     ]
-
-
-def _cut(times: _core.BoundaryDurations, num_microbatches: int) -> _core.BoundaryDurations:
-    """Returns the times of a microbatch."""
-    from pipedream import _core
-
-    return _core.BoundaryDurations(
-        times.activation_ms / num_microbatches, times.gradient_ms / num_microbatches, times.latency_ms
-    )
-
-
-def _parameters_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:
-    """Returns the time in which one link carries all the stage's parameters."""
-    return 1e3 * parameter_bytes_of(profile, stage) / bytes_per_s

@@ -14,7 +14,7 @@ from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.partitioner import make_plan, partition
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.prediction import predict_ms, predict_ms_of_run, simulate_calibrated
+from pipedream.planning.prediction import predict_ms, predict_ms_of_run, simulate_programs
 from pipedream.planning.runtime_costs import (
     FREE,
     POSITIONS,
@@ -363,12 +363,13 @@ def test_spares_and_replicas_update_their_own_shares() -> None:
     """
     profile = _profile(update_ms=0.5, update_ms_per_byte=0.001, copy_ms_per_byte=0.0005)
     plan = make_plan(profile, (Stage(0, 3, 3),), 1e15, cost_model="calibrated")
-    (costs,) = costs_of(plan) or []
-    assert costs.shard_update_ms == pytest.approx(4000 * 0.001 / 3)
+    costs = costs_of(plan)
+    assert costs is not None
+    assert costs[0].shard_update_ms == pytest.approx(4000 * 0.001 / 3)
     spared = plan.with_spare_shards([1])
     options = _core.ScheduleOptions("pipedream", list(spared.in_flight), 1, spared.placement)
-    simulation = simulate_calibrated(spared, options, 6)
-    assert simulation is not None
+    programs = [_core.make_program(options, rank, 6) for rank in range(4)]
+    simulation = simulate_programs(spared, options, programs, costs, [])
 
     def updates_ms(worker: int) -> list[float]:
         row = simulation.timeline[worker]
