@@ -13,8 +13,8 @@ from pipedream.common.errors import PipelineError
 __all__ = ["DESCRIPTORS_PER_LINK", "check_descriptors", "descriptor_limit_raised"]
 
 DESCRIPTORS_PER_LINK = 9
-"""The most descriptors of one end of a link: libzmq's two sockets and their event descriptors (3), the
-listening socket and the connection, and for shared memory the items, the rings and the wake-ups (3)."""
+"""The most descriptors that one end of a link has. libzmq needs some for its two sockets and their events,
+for the listening socket and for the connection. Shared memory needs some for items, rings and wake-ups."""
 _SPARE = 64  # for the user's files, the store and the DataLoaders
 
 _log = logging.getLogger("pipedream")
