@@ -33,11 +33,9 @@ from training import (
     Overflowing,
     State,
     Training,
-    assert_close_losses,
     assert_close_state,
     train_by_reference,
     train_in_pipeline,
-    train_plainly,
 )
 
 DELAYED = ("pipedream", "vertical_sync", "unstashed", "2bw")
@@ -202,47 +200,6 @@ def test_an_option_changes_what_the_reference_computes(options: dict[str, Any], 
     training = _training("cnn", 2, schedule, 2, dtype=torch.float32)
     plain, _ = train_by_reference(training)
     assert train_by_reference(replace(training, **options))[0].losses[1:] != plain.losses[1:]
-
-
-def _without_running(state: State) -> State:
-    """Returns the state without the running statistics of batch norms. With microbatches, they are not those
-    of a plain loop.
-    """
-    running = ("running_mean", "running_var", "num_batches_tracked")
-    return {name: tensor for name, tensor in state.items() if not name.endswith(running)}
-
-
-# Each model is tested with two schedules. tests/python/reference compares the oracle with a plain loop for
-# all.
-_DRAINING_PAIRS = [
-    (case_name, DRAINING[(i + shift) % len(DRAINING)])
-    for i, case_name in enumerate(name for name in _MODELS if name != "dropout")
-    for shift in (0, 1)
-]
-
-
-@pytest.mark.parametrize(("case_name", "schedule"), _DRAINING_PAIRS)
-def test_schedules_that_drain_equal_plain_gradient_accumulation(
-    farm: Farm, case_name: str, schedule: str
-) -> None:
-    training = _training(case_name, 4, schedule, 3, num_minibatches=5)
-    result, state = farm.results(train_in_pipeline, training, num_ranks=training.num_workers)[0]
-    losses, plain_state = train_plainly(training)
-    assert_close_losses(result.losses, losses, 1e-9)
-    assert_close_state(_without_running(state), _without_running(plain_state), 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("case_name", "num_stages"), [("cnn", 2), ("transformer", 3), ("tied_apart", 4), ("lstm", 3)]
-)
-def test_naive_trains_otherwise_than_stashing(farm: Farm, case_name: str, num_stages: int) -> None:
-    # If naive trained as stashing does, a run that forgot to stash would pass as well.
-    naive = Training(case_name, num_stages, schedule="naive", short_last=False)
-    result, _ = farm.results(train_in_pipeline, naive, num_ranks=num_stages)[0]
-    stashing, _ = train_by_reference(replace(naive, schedule="pipedream"))
-    assert_close_losses(result.losses[:1], stashing.losses[:1], 1e-9)
-    with pytest.raises(AssertionError, match="minibatch"):
-        assert_close_losses(result.losses, stashing.losses, 1e-9)
 
 
 def _tied_chunks(how: str) -> nn.Sequential:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import parametrize_pairs
 from models import CASES
 from pipedream import _core, reference
 from pipedream.planning.plan import Plan, Stage
@@ -35,9 +36,7 @@ def _run(case_name: str, model: Any, plan: Plan, data: Sequence[Any], **options:
     return reference.run(model, plan, data=data, loss_fn=loss_fn, optimizer=_SGD, seed=1, **options)
 
 
-@pytest.mark.parametrize("num_replicas", _PLANS, ids=str)
-@pytest.mark.parametrize("schedule", _SCHEDULES)
-@pytest.mark.parametrize("case_name", ["transformer", "tied_apart"])
+@parametrize_pairs(case_name=("transformer", "tied_apart"), schedule=_SCHEDULES, num_replicas=_PLANS)
 def test_a_boundary_ends_one_run_and_begins_another(
     case_name: str, schedule: str, num_replicas: tuple[int, ...]
 ) -> None:
