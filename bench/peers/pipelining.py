@@ -22,11 +22,13 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pipedream
@@ -35,7 +37,10 @@ import torch.distributed as dist
 from pipedream import _core
 from pipedream.links.rendezvous import host_store
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch_pipeline import step_of_1f1b
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "system"))
+from two_stages import steady_ms
 
 _MICROBATCHES = (2, 4, 8)
 _OPTIMIZER = functools.partial(torch.optim.SGD, lr=1e-3)
@@ -173,21 +178,7 @@ def torch_ms(name: str, cut: int, microbatches: int) -> float:
     case, rank = CASES[name], dist.get_rank()
     layers = case.layers()
     module = nn.Sequential(*(layers[:cut] if rank == 0 else layers[cut:]))
-    optimizer = _OPTIMIZER(module.parameters())
-    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=case.loss_fn)
-    inputs, targets = case.make_batch()
-
-    def step() -> None:
-        if rank == 0:
-            schedule.step(inputs)
-        else:
-            losses: list[torch.Tensor] = []
-            schedule.step(target=targets, losses=losses)
-            torch.stack(losses).mean().item()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = functools.partial(step_of_1f1b(module, case.loss_fn, _OPTIMIZER, microbatches), *case.make_batch())
     return _Steady(case.num_minibatches).run(step)
 
 
@@ -205,11 +196,7 @@ def pipedream_ms(name: str, cut: int, schedule: str, microbatches: int) -> float
         microbatches=microbatches,
         progress=False,
     )
-    if dist.get_rank() != 0:
-        return 0.0
-    done_ns = [span.completed_ns for span in result.spans[-1] if span.kind == "UPDATE"]
-    first = max(3, len(done_ns) // 10)
-    return (done_ns[-1] - done_ns[first]) / 1e6 / (len(done_ns) - 1 - first)
+    return steady_ms(result) if dist.get_rank() == 0 else 0.0
 
 
 def _serve(rank: int, connection: Connection, port: int, folder: str) -> None:

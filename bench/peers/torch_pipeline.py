@@ -24,7 +24,9 @@ def step_of_1f1b(
         if rank == 0:
             schedule.step(inputs)
         elif rank == num_ranks - 1:
-            schedule.step(target=targets)
+            losses: list[Tensor] = []
+            schedule.step(target=targets, losses=losses)
+            torch.stack(losses).mean().item()
         else:
             schedule.step()
         optimizer.step()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from links import Link, run_ranks
+from links import RUN_OPTIONS, Link, run_ranks
 from torch import nn
 
 BATCH = 64
@@ -71,10 +71,7 @@ def train(in_flight: list[int], repeats: int, num_minibatches: int, path: str) -
         data=[batch] * num_minibatches,
         loss_fn=nn.functional.mse_loss,
         optimizer=lambda parameters: pipedream.optim.SGD(parameters, lr=1e-3),
-        transport="tcp",  # the two namespaces are on one host, and would share memory
-        insecure=True,
-        gather="none",
-        progress=False,
+        **RUN_OPTIONS,
     )
     if int(os.environ["RANK"]) == 0:
         Path(path).write_text(json.dumps(figures(result)))
