@@ -14,6 +14,7 @@ namespace pipedream {
 namespace {
 
 constexpr std::string_view kBlanks = " \t\r\n\v\f";
+constexpr std::size_t kQuotedMax = 120;  // bytes of a line that an error shows; instructions are shorter
 
 // "a, b or c"
 std::string one_of(const auto& values, auto name_of) {
@@ -90,15 +91,19 @@ class Reader {
     return word;
   }
 
-  static std::string found(std::string_view word) {
-    if (word.empty()) return "the text ends";
-    std::string quoted(1, '"');  // appended to: gcc 12 warns falsely about "\"" + std::string at -O3
-    quoted += word;
-    return quoted += '"';
-  }
+  static std::string found(std::string_view word) { return word.empty() ? "the text ends" : quoted(word); }
 
   [[noreturn]] void fail(const std::string& why) const {
-    throw UserError("\"" + std::string(text_) + "\" is not an instruction: " + why);
+    throw UserError(quoted(text_) + " is not an instruction: " + why);
+  }
+
+  // The text in quotes. A long text, such as a line of another kind of file, is cut off.
+  static std::string quoted(std::string_view text) {
+    std::string shown(1, '"');  // appended to: gcc 12 warns falsely about "\"" + std::string at -O3
+    if (text.size() <= kQuotedMax) return (shown += text) += '"';
+    std::size_t end = kQuotedMax;
+    while ((static_cast<unsigned char>(text[end]) & 0xC0U) == 0x80U) --end;  // UTF-8 characters stay whole
+    return (shown += text.substr(0, end)) += "...\"";
   }
 
   std::string_view text_;

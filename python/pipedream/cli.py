@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,6 +85,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 _TARGET = typer.Argument(
@@ -514,16 +516,40 @@ add_planning_commands(app)
 app.add_typer(checkpoint_app)
 
 
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Shows this library's warnings as one line each. Python would add a line of code of this library, or of
+    typer, which calls it."""
+    shown = warnings.showwarning
+    callers = (str(Path(__file__).parent), str(Path(typer.__file__).parent))
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, *place: Any, **where: Any
+    ) -> None:
+        if filename.startswith(callers):
+            print(f"pipedream: warning: {' '.join(str(message).split())}", file=sys.stderr)
+        else:
+            shown(message, category, filename, *place, **where)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
 def _run_command(arguments: list[str] | None) -> int:
     """Runs a command and returns the exit status. Turns errors into one line."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        status = app(given or ["--help"], prog_name="pipedream", standalone_mode=False)
+        with _plain_warnings():
+            status = app(given or ["--help"], prog_name="pipedream", standalone_mode=False)
         if status == _INTERRUPTED_STATUS:  # some versions of typer return this, others raise
             return _fail("interrupted", _INTERRUPTED_STATUS)
         return status if isinstance(status, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", _INTERRUPTED_STATUS)
+    except SystemExit as error:
+        text = f"sys.exit({error.code!r}) was called: TARGET must return the job, and read no command line"
+        return _fail(error, _USER_ERROR_STATUS, text)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         named = f"{error.filename}: {error.strerror}" if error.filename else ""
         return _fail(error, _USER_ERROR_STATUS, named)

@@ -57,7 +57,8 @@ _WANTED = {"int": "a whole number", "float": "a number"}
 
 
 def describe_usage_error(error: Any) -> str:
-    """Returns the text for typer's exception for wrong options: "--workers is 'x': give a whole number"."""
+    """Returns the text for typer's exception for wrong options: "--workers is 'x': give a whole number". A
+    text without a remedy gets the command that lists the options."""
     cause = error.__cause__ or error.__context__
     option = getattr(error, "param", None)
     if option is not None and hasattr(cause, "errors"):
@@ -65,7 +66,11 @@ def describe_usage_error(error: Any) -> str:
         wanted = _WANTED.get(first["type"].split("_")[0])
         if wanted is not None:
             return f"{option.opts[0]} is {first['input']!r}: give {wanted}"
-    return str(error.format_message())
+    text = str(error.format_message())
+    context = getattr(error, "ctx", None)
+    if context is None or "Did you mean" in text or "Possible options" in text:
+        return text
+    return f"{text.removesuffix('.')}: `{context.command_path} --help` shows what it takes"
 
 
 def to_json(value: Any) -> Any:

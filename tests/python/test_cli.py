@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from pipedream.planning.link_profile import LinkProfile, MeasuredLink
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.program import Program
 from pipedream.planning.runtime_costs import FREE
+from pipedream.worker.cautions import warn_the_caller
 
 PROFILE = Profile(
     (LayerProfile("first", 4, 6, 1000, 8), LayerProfile("second", 4, 6, 0, 16)), model="tiny", batch_size=32
@@ -386,9 +388,24 @@ def test_simulate_prints_a_table_and_json_has_its_figures(call: Caller) -> None:
         ),
         (["profile.json", "--workers", "2", "--bandwidth", "1Gbit/s", "--output", "."], ".: is a folder"),
         (["profile.json", "--bandwith", "1Gbit/s"], "No such option"),
+        (["profile.json"], "Missing option '--workers': `pipedream partition --help` shows"),
+        (["profile.json", "b"], "Missing option '--workers': `pipedream partition --help` shows"),
+        (
+            ["profile.json", "--workers", "1000000000", "--bandwidth", "1Gbit/s"],
+            "num_workers is 1000000000: plans are made for at most 65536",
+        ),
+        (
+            ["profile.json", "--workers", "2", "--bandwidth", "1Gbit/s", "--spare-workers", "1" * 30],
+            f"spare_workers is {'1' * 30}: give a number of workers, 0 or more",
+        ),
+        (
+            ["nested.json", "--workers", "2", "--bandwidth", "1Gbit/s"],
+            "nested.json: not JSON: nested too deeply; give a file that pipedream wrote",
+        ),
     ],
 )
 def test_mistake_is_one_line_on_stderr_and_status_2(call: Caller, arguments: list[str], message: str) -> None:
+    Path("nested.json").write_text("[" * 100_000)
     for arguments_in_json in (arguments, [*arguments, "--json"]):
         outcome = call("partition", *arguments_in_json)
         assert outcome.status == 2
@@ -519,6 +536,29 @@ def test_an_error_of_the_jobs_code_names_its_kind_and_its_line(call: Caller, bod
         line = call(*command).error()
         assert line.startswith(said)
         assert line.endswith(f"({Path('cli_target.py').resolve()}, line 5)")
+
+
+def test_a_target_that_ends_the_process_is_told_with_its_line(call: Caller) -> None:
+    Path("cli_target.py").write_text("import sys\n\nsys.exit(3)\n")
+    outcome = call("explain", "cli_target.py:make")
+    assert outcome.status == 2
+    assert outcome.error().startswith("SystemExit: sys.exit(3) was called: TARGET must return the job")
+    assert outcome.error().endswith("cli_target.py, line 3)")
+
+
+def test_a_warning_is_one_line_without_the_line_of_the_command_that_warns(
+    call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warns = "lambda *arguments, **options: warn('the plan is\\nno good')"
+    of_this_library = {"__name__": "pipedream.launch", "warn": warn_the_caller}
+    monkeypatch.setattr(runner, "run", eval(warns, of_this_library))
+    Path("odd.json").write_text(json.dumps(Plan.straight(2, 2).to_dict() | {"microbatchs": 4}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        of_run = call("run", "cli_target.py:make", "--plan", "plan.json").stderr
+        of_trace = call("trace", "--plan", "odd.json").stderr
+    assert of_run.startswith("pipedream: warning: the plan is no good\n")
+    assert of_trace.startswith("pipedream: warning: odd.json: ") and of_trace.count("\n") == 1
 
 
 def test_a_jobs_mistake_is_told_before_its_layers_are_timed(call: Caller, calls: dict[str, Any]) -> None:
@@ -809,6 +849,7 @@ def test_keys_makes_a_file_per_machine(call: Caller) -> None:
         (["."], ".: is a folder, give a file"),
         (["plan.json", "--machines", "2"], "plan.json: is a file, give a folder"),
         (["keys", "--machines", "0"], "machines is 0: give at least 1"),
+        (["keys", "--machines", "1000000000"], "machines is 1000000000: a run has at most 65536 workers"),
         ([], "Missing argument 'PATH'"),
     ],
 )
@@ -1225,6 +1266,15 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
             ["--plan", "2-1", "--staleness", "1", "--schedule", "gpipe"],
             "staleness is 1, and schedule is",
         ),
+        (["--plan", "1000000000"], "plan 1000000000 has 1000000000 replicas: a plan has at most 65536"),
+        (["--plan", "2000-1"], "--plan has 2001 replicas: trace shows at most 1024"),
+        (
+            ["--stages", "2", "--microbatches", "1" * 30],
+            f"--microbatches is {'1' * 30}: give at most 92233720",
+        ),
+        (["--stages", "2", "--in-flight", f"{'1' * 30},1"], "1,1': give one whole number for each of the 2"),
+        (["--program", "binary"], "binary: 'utf-8' codec can't decode byte 0xff in position 0"),
+        (["--program", "long"], f'long: line 1: "{"é" * 60}..." is not an instruction'),
         (["--plan", "2-1", "--shard", "-1"], "shard_ms is -1.0: it must not be negative"),
         (["--plan", "2-1", "--sync", "wild"], "sync is 'wild': use one of 'bsp', 'ssp', 'asp'"),
         (["--plan", "2-1", "--sync", "asp", "--schedule", "flush"], "sync is 'asp', and schedule is 'flush'"),
@@ -1232,6 +1282,8 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
 )
 def test_mistake_in_trace_is_one_line_and_status_2(call: Caller, arguments: list[str], message: str) -> None:
     Path("empty").write_text("# nothing\n")
+    Path("binary").write_bytes(b"\xff\xfe\x00")
+    Path("long").write_text("é" * 1000)
     Path("huge").write_text(
         "worker 0\nFORWARD stage 1000000000000 minibatch 0 microbatch 0 reads version 0\n"
     )

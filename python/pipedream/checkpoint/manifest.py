@@ -337,7 +337,8 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path}: not JSON: {error or 'nested too deeply'}") from None
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise FileFormatError(f"{path}: not JSON: {why}") from None
     check_format(fields, kind, _VERSION, os.fspath(path))
     return dict(fields)
 

@@ -9,19 +9,30 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "WHOLE_MAX",
     "check_choice",
     "check_count",
     "check_data",
     "check_function",
     "check_output_file",
+    "is_count",
     "is_number",
     "is_whole",
 ]
 
 
+WHOLE_MAX = 2**63 - 1
+"""The largest whole number: larger ones do not fit into a C++ int64."""
+
+
 def is_whole(value: Any) -> bool:
     """Whether the value is an int, but not True or False."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_count(value: Any, *, at_least: int = 1) -> bool:
+    """Whether the value is a whole number from at_least to the largest that the core takes."""
+    return is_whole(value) and at_least <= value <= WHOLE_MAX
 
 
 def is_number(value: Any) -> bool:
@@ -35,8 +46,9 @@ def is_number(value: Any) -> bool:
 
 
 def check_count(name: str, value: Any) -> None:
-    if not is_whole(value) or value < 1:
-        raise ValueError(f"{name} is {value!r}: give a whole number of at least 1")
+    if not is_count(value):
+        most = f", and at most {WHOLE_MAX}" if is_whole(value) and value > WHOLE_MAX else ""
+        raise ValueError(f"{name} is {value!r}: give a whole number of at least 1{most}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

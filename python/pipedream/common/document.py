@@ -16,10 +16,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
+from pipedream.common.checks import WHOLE_MAX
 from pipedream.common.errors import FileFormatError
-
-# The largest whole number: larger ones do not fit into a C++ int64.
-_WHOLE_MAX = 2**63 - 1
 
 
 def read_document(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
@@ -35,9 +33,9 @@ def read_document(path: str | os.PathLike[str], kind: str, version: int) -> dict
     except FileFormatError:
         raise
     except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise FileFormatError(
-            f"{source}: not JSON: {error or 'nested too deeply'}; give a file that pipedream wrote, as with"
-            " --output"
+            f"{source}: not JSON: {why}; give a file that pipedream wrote, as with --output"
         ) from None
     check_format(fields, kind, version, source)
     try:
@@ -113,8 +111,8 @@ def check_whole(field: str, value: object, *, at_least: int = 0) -> int:
     whole = value if isinstance(value, int) else int(number)
     if whole != number and not isinstance(value, int):
         raise ValueError(f"{field} is {_shown(value)}: it must be a whole number")
-    if not at_least <= whole <= _WHOLE_MAX:
-        raise ValueError(f"{field} is {_shown(value)}: it must be from {at_least} to {_WHOLE_MAX}")
+    if not at_least <= whole <= WHOLE_MAX:
+        raise ValueError(f"{field} is {_shown(value)}: it must be from {at_least} to {WHOLE_MAX}")
     return whole
 
 

@@ -26,8 +26,8 @@ from pipedream.common.checks import (
     check_data,
     check_function,
     check_output_file,
+    is_count,
     is_number,
-    is_whole,
 )
 from pipedream.common.own_rank import is_rank_0
 from pipedream.common.table import shorten
@@ -85,7 +85,7 @@ def _check_callbacks(name: str, value: Any) -> None:
             f"{name} is {shorten(repr(value), _SHOWN_MAX)}: give a list of pipedream.callbacks.Callback"
         )
     for each in value:
-        if each.every is not None and (not is_whole(each.every) or each.every < 1):
+        if each.every is not None and not is_count(each.every):
             raise ValueError(
                 f"every of {type(each).__name__} in {name} is {each.every!r}: use 1 or more minibatches"
             )
@@ -167,7 +167,7 @@ def _check_max_grad_norm(name: str, value: Any) -> None:
 
 
 def _check_staleness(name: str, value: Any) -> None:
-    if not is_whole(value) or value < 0:
+    if not is_count(value, at_least=0):
         raise ValueError(f"{name} is {value!r}: give a number of rounds, 0 or more")
 
 

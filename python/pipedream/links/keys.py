@@ -19,6 +19,7 @@ from pipedream import _core
 from pipedream.common.agreement import OWN
 from pipedream.common.document import check_list, read_document, require
 from pipedream.common.errors import FileFormatError
+from pipedream.planning.plan_stage import WORKERS_MAX
 
 __all__ = [
     "CurveKeys",
@@ -142,6 +143,8 @@ def write_key_folder(folder: Path, num_machines: int) -> tuple[list[Path], list[
     Raises ValueError and writes nothing if one of the files exists already."""
     if num_machines < 1:
         raise ValueError(f"machines is {num_machines}: give at least 1")
+    if num_machines > WORKERS_MAX:
+        raise ValueError(f"machines is {num_machines}: a run has at most {WORKERS_MAX} workers")
     paths = [folder / f"machine-{machine}.json" for machine in range(num_machines)]
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is a file, give a folder for the machines' files")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipedream.common.checks import is_number, is_whole
+from pipedream.common.checks import is_count, is_number, is_whole
 from pipedream.planning.codec_choice import CodecChoice
 from pipedream.planning.job import Job, Replication, ScheduleTraits, check_together, traits_where
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
+from pipedream.planning.plan_stage import WORKERS_MAX
 from pipedream.planning.program import rules_of
 
 if TYPE_CHECKING:
@@ -59,10 +60,12 @@ def check_partition_arguments(
         raise TypeError(f"num_workers is {num_workers!r}: give a whole number")
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}: give at least 1")
+    if num_workers > WORKERS_MAX:
+        raise ValueError(f"num_workers is {num_workers}: plans are made for at most {WORKERS_MAX}")
     chooses_m = microbatches == AUTO
     given_m = None if chooses_m else microbatches
     for name, value in (("workers_per_host", workers_per_host), ("microbatches", given_m)):
-        if value is not None and (not is_whole(value) or value < 1):
+        if value is not None and not is_count(value):
             raise ValueError(f"{name} is {value!r}: give at least 1, or leave it out")
     check_microbatches(given_m, profile)
     if not is_number(delay_max) or not delay_max >= 0:
@@ -75,11 +78,11 @@ def check_partition_arguments(
             f"bandwidth has the links of {links.num_workers} workers, but num_workers is {num_workers}:"
             " measure them with as many ranks"
         )
-    if not is_whole(spare_workers) or spare_workers < 0:
+    if not is_count(spare_workers, at_least=0):
         raise ValueError(f"spare_workers is {spare_workers!r}: give a number of workers, 0 or more")
     if sync not in SYNCS:
         raise ValueError(f"sync is {sync!r}: it is one of {', '.join(SYNCS)}")
-    if not is_whole(staleness) or staleness < 0:
+    if not is_count(staleness, at_least=0):
         raise ValueError(f"staleness is {staleness!r}: give a number of rounds, 0 or more")
     job = Job(
         schedule,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STAGE_FIELDS",
+    "WORKERS_MAX",
     "Stage",
     "check_in_flight",
     "check_stages",
@@ -36,6 +37,8 @@ __all__ = [
 _NEEDED_FIELDS = ("first_layer", "last_layer", "num_replicas")
 STAGE_FIELDS = (*_NEEDED_FIELDS, "worker", "num_spare_shards")
 """The names of a stage's fields in a file."""
+WORKERS_MAX = 65_536
+"""The most workers of a plan. The planner's time and memory grow with them."""
 _COUNTS = re.compile(r"(\d+)(?:\+(\d+))?", re.ASCII)
 
 
@@ -124,6 +127,10 @@ def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | 
                 f"plan {os.fspath(text)} gives stage {replicas.index(0)} no replica:"
                 " each stage has at least 1"
             )
+        if sum(replicas) > WORKERS_MAX:
+            raise ValueError(
+                f"plan {os.fspath(text)} has {sum(replicas)} replicas: a plan has at most {WORKERS_MAX}"
+            )
         for stage_index, (num_replicas, num_spares) in enumerate(counts):
             if num_spares > num_spares_max(num_replicas):
                 raise ValueError(
@@ -166,9 +173,12 @@ def check_stages(stages: tuple[Stage, ...]) -> None:
 
 
 def check_workers(stages: tuple[Stage, ...]) -> None:
-    """Raises ValueError if only some stages name workers, if a stage that names its worker has replicas, or
-    if worker numbers have gaps.
+    """Raises ValueError for too many replicas, if only some stages name workers, if a stage that names its
+    worker has replicas, or if worker numbers have gaps.
     """
+    num_replicas = sum(stage.num_replicas for stage in stages)
+    if num_replicas > WORKERS_MAX:
+        raise ValueError(f"stages have {num_replicas} replicas: a plan has at most {WORKERS_MAX}")
     given = [stage.worker for stage in stages]
     if all(worker is None for worker in given):
         return

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipedream.common.errors import FileFormatError
+from pipedream.common.errors import FileFormatError, describe_error
 from pipedream.common.table import format_table
 from pipedream.planning.simulator import Simulation
 
@@ -146,9 +146,9 @@ def read_trace(path: str | os.PathLike[str]) -> list[list[WorkTime]]:
                     begin_ms + event["dur"] / 1e3,
                 )
             )
-    except (ValueError, KeyError, TypeError, IndexError, EOFError, gzip.BadGzipFile) as error:
+    except (ValueError, LookupError, TypeError, EOFError, RecursionError, gzip.BadGzipFile) as error:
         raise FileFormatError(
-            f"{source}: no trace of a run, as RunResult.save_trace writes ({type(error).__name__}: {error})"
+            f"{source}: no trace of a run, as RunResult.save_trace writes ({describe_error(error)})"
         ) from None
     if sorted(rows) != list(range(len(rows))) or not rows:
         raise FileFormatError(

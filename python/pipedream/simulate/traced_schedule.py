@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipedream.common.checks import check_choice
+from pipedream.common.checks import WHOLE_MAX, check_choice
 from pipedream.common.document import check_number
 from pipedream.planning.partition_arguments import SYNCS
 from pipedream.planning.plan import Plan, stage_counts
@@ -132,6 +132,9 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
     """
     from pipedream import _core
 
+    for name in ("minibatches", "microbatches", "staleness", "workers"):
+        if (getattr(request, name) or 0) > WHOLE_MAX:
+            raise ValueError(f"--{name} is {getattr(request, name)}: give at most {WHOLE_MAX}")
     given = None if program_file is None else _read_programs(program_file)
     if isinstance(given, Program):
         programs, options = None, _options_of_program(request, given)
@@ -188,10 +191,10 @@ def _options_of_program(request: TraceRequest, program: Program) -> _core.Schedu
 
 def _read_programs(path: Path) -> Program | list[list[_core.Instruction]]:
     """Reads a program if the text has sections, else the lists of a run."""
-    text = path.read_text(encoding="utf-8-sig")
-    if re.search(r"^\s*(warm-up|body|cool-down)\b", text, re.MULTILINE):
-        return Program.load(path)
     try:
+        text = path.read_text(encoding="utf-8-sig")
+        if re.search(r"^\s*(warm-up|body|cool-down)\b", text, re.MULTILINE):
+            return Program(text)
         programs = parse_programs(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -273,6 +276,10 @@ def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
         written = stage_counts(request.plan_file)
         if written is not None:
             replicas, spares = zip(*written, strict=True)
+            if sum(replicas) > _TRACED_STAGES_MAX:
+                raise ValueError(
+                    f"--plan has {sum(replicas)} replicas: trace shows at most {_TRACED_STAGES_MAX}"
+                )
             return _core.Placement.in_order(replicas, spares), _core.derive_in_flight(replicas)
         plan = Plan.load(request.plan_file)
         return plan.placement, list(plan.in_flight)
@@ -331,7 +338,7 @@ def _read_in_flight(text: str, num_stages: int) -> list[int]:
         in_flight = [int(number) for number in text.split(",")]
     except ValueError:
         in_flight = []
-    if len(in_flight) != num_stages:
+    if len(in_flight) != num_stages or max(in_flight) > WHOLE_MAX:
         raise ValueError(
             f"--in-flight is {text!r}: give one whole number for each of the"
             f" {_count(num_stages, 'stage')}, with commas between them"

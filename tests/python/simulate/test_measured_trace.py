@@ -91,6 +91,9 @@ def test_other_files_and_other_runs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     with pytest.raises(FileFormatError, match=r"other\.json: no trace of a run"):
         read_trace(tmp_path / "other.json")
+    (tmp_path / "nested.json").write_text("[" * 100_000)
+    with pytest.raises(FileFormatError, match=r"nested\.json: no trace of a run"):
+        read_trace(tmp_path / "nested.json")
     (tmp_path / "broken.json.gz").write_bytes(b"no gzip")
     with pytest.raises(FileFormatError, match=r"broken\.json\.gz: no trace of a run"):
         read_trace(tmp_path / "broken.json.gz")
