@@ -332,6 +332,44 @@ class Deciding(nn.Module):
         return out
 
 
+class _Reversed(torch.autograd.Function):
+    """Passes a value on, in the same memory, and reverses its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+class Features(nn.Module):
+    """Returns its features three times: as they are, with a reversed gradient, and without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        features = torch.tanh(self.linear(x))
+        return features, _Reversed.apply(features), features.detach()  # type: ignore[no-untyped-call]
+
+
+class Adversarial(nn.Module):
+    """A domain-adversarial network: one tensor, whose gradients come back on several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = Features()
+        self.of_class, self.of_domain, self.of_rest = (nn.Linear(WIDTH, CLASSES) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features, backwards, detached = self.features(x)
+        out: Tensor = self.of_class(features) + 2 * self.of_domain(backwards) + 3 * self.of_rest(detached)
+        return out
+
+
 class Skipping(nn.Module):
     """A model that leaves out one layer, in all forwards or in one of them."""
 
@@ -702,6 +740,7 @@ TWINS = {
         Twin("side_value", SideValue, _vectors),
         Twin("deciding", Deciding, _vectors_of_tasks),
         Twin("viewing", Viewing, _vectors),
+        Twin("adversarial", Adversarial, _vectors),
         Twin("dropping", Dropping, _vectors, draws=True),
     )
 }

@@ -150,6 +150,9 @@ class Leaf:
     is_dense: bool
     has_data_size: bool
     """Whether a dimension's size depends on the contents of a tensor."""
+    source: tuple[int, int] | None = None
+    """Identifies the operation whose backward gets the tensor's gradient, and the output of it. None: the
+    tensor has no such operation."""
 
     @property
     def num_bytes(self) -> int:
@@ -157,8 +160,10 @@ class Leaf:
 
     @property
     def memory(self) -> tuple[Any, ...]:
-        """A key that is equal for leaves that view the same memory in the same way."""
-        return self.version, self.shape, self.stride, self.offset, self.dtype
+        """A key that is equal for leaves that view the same memory in the same way, and whose gradients take
+        the same way back. `h` and `h.detach()`, or `h` and its gradient reversal, have different keys.
+        """
+        return self.version, self.shape, self.stride, self.offset, self.dtype, self.requires_grad, self.source
 
 
 @dataclass(slots=True)
@@ -329,6 +334,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor.requires_grad,
             is_dense,
             self._has_data_size(tensor),
+            _source_of(tensor),
         )
 
     def _has_data_size(self, tensor: Tensor) -> bool:
@@ -421,6 +427,11 @@ def _has_storage(tensor: Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.is_nested:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # as under vmap
+
+
+def _source_of(tensor: Tensor) -> tuple[int, int] | None:
+    node = tensor.grad_fn
+    return None if node is None else (node._sequence_nr(), tensor.output_nr)
 
 
 def _constant(value: Any) -> Any:

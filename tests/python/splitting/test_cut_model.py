@@ -516,19 +516,22 @@ class _Shortened(nn.Module):
     """Returns its whole output, and the first two positions of it. For a text of two tokens the two are the
     same."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, slices: bool) -> None:
+        """slices: whether the first two places of two are a slice, and not the tensor itself."""
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
+        self._slices = slices
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         whole = self.inner(x)
-        return whole, whole[:, :2]
+        return whole, whole[:, :2] if self._slices or x.shape[1] > 2 else whole
 
 
 class _Lengthwise(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, slices: bool) -> None:
         super().__init__()
-        self.first, self.second, self.head = _Shortened(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.first = _Shortened(slices=slices)
+        self.second, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         whole, begin = self.first(x)
@@ -541,13 +544,25 @@ def _texts(length: int) -> tuple[Tensor, Tensor]:
 
 def test_tensors_that_are_one_in_the_first_minibatch_alone_are_not_taken_for_one() -> None:
     """Both got the first one's values, and the training went on."""
-    cut = cut_model(_Lengthwise(), *_texts(2), cross_entropy)
+    cut = cut_model(_Lengthwise(slices=False), *_texts(2), cross_entropy)
     assert _names(cut) == ["first", "second"]
     for texts in (_texts(2), _texts(1)):
         loss = _loss(cut.module(texts[0]), texts[1])
         torch.testing.assert_close(_in_stages(cut, [0], *texts)[0], loss.detach())
     with pytest.raises(ValueError, match="first returned a tensor that was also another one in the first"):
         _in_stages(cut, [0], *_texts(3))
+
+
+def test_views_of_one_memory_whose_gradients_part_cross_apart() -> None:
+    cut = cut_model(_Lengthwise(slices=True), *_texts(2), cross_entropy)
+    for texts in (_texts(2), _texts(1), _texts(3)):
+        loss = _loss(cut.module(texts[0]), texts[1])
+        torch.testing.assert_close(_in_stages(cut, [0], *texts)[0], loss.detach())
+    adversarial = TWINS["adversarial"]
+    cut = cut_model(adversarial.model(), *adversarial.data(1)[0], cross_entropy)
+    crossing = next(place.crossing for place in cut.offered if place.name == "features")
+    assert crossing is not None
+    assert crossing.num_tensors == 3
 
 
 def test_what_only_a_later_minibatch_reads_is_nan_and_not_zero() -> None:
