@@ -239,6 +239,52 @@ def test_profile_partition_and_run_take_any_module(farm: Farm) -> None:
     assert_close_losses(result.losses, _train_plainly(twin.model(), data), _RELATIVE)
 
 
+class _Hooking(nn.Module):
+    """Halves the gradient of a tensor that is used twice, in a hook."""
+
+    def __init__(self, *, in_module: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(8, 8).double() for _ in range(3))
+        self._in_module = in_module
+        if in_module:
+            self.first.register_forward_hook(_halve)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if not self._in_module:
+            _halve(self.first, (), x)
+        out: torch.Tensor = self.last(torch.tanh(self.second(x)) + x)
+        return out
+
+
+def _halve(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    output.register_hook(lambda gradient: gradient / 2)
+
+
+def _train_hooking(in_module: bool, after: str) -> tuple[list[float], State]:
+    torch.manual_seed(0)
+    model = _Hooking(in_module=in_module)
+    plan = replace(straight_plan(2, (1,)), cuts=(after,))
+    data = TWINS["sharing"].data(_NUM_MINIBATCHES)
+    options: dict[str, Any] = {"data": data, "loss_fn": cross_entropy, "optimizer": _SGD, "seed": 1}
+    result = pipedream.run(model, plan, schedule="flush", progress=False, **options)
+    return result.losses, model.state_dict()
+
+
+@pytest.mark.parametrize(("in_module", "after"), [(True, "second"), (False, "first")])
+def test_a_hook_at_a_tensor_that_crosses_is_called_once(farm: Farm, in_module: bool, after: str) -> None:
+    losses, state = farm.results(_train_hooking, in_module, after, num_ranks=2)[0]
+    torch.manual_seed(0)
+    model = _Hooking(in_module=in_module)
+    assert_close_losses(losses, _train_plainly(model, TWINS["sharing"].data(_NUM_MINIBATCHES)), _RELATIVE)
+    assert_close_state(state, model.state_dict(), _RELATIVE)
+
+
+def test_a_hook_that_both_sides_of_a_cut_would_call_is_refused(farm: Farm) -> None:
+    outcome = farm.run(_train_hooking, False, "second", num_ranks=2)[0]
+    assert "code between modules registers a hook at a tensor that crosses" in str(outcome.error)
+
+
 def test_more_stages_than_cuts_are_refused_with_the_reasons() -> None:
     with pytest.raises(ValueError) as caught:
         _train("side_value", straight_plan(6, (1, 2, 3)))

@@ -194,6 +194,7 @@ class _SpanForward:
         self._over = {} if crossing_in is None else {call.key: call for call in crossing_in.calls}
         self._wanted = {} if crossing_out is None else {call.key: call for call in crossing_out.all_calls}
         self._outputs: dict[CallKey, list[Any]] = {}
+        self._hooked: set[int] = set()  # ids of outputs that the calls themselves have given hooks
 
     def begin(self, value: Any, fillers: Fillers) -> Any:
         """Returns the inputs with which the model is called."""
@@ -252,7 +253,8 @@ class _SpanForward:
 
     def _keep(self, key: CallKey, output: Any) -> None:
         if key in self._wanted:
-            self._outputs[key] = self._wanted[key].flatten(output)
+            flat = self._outputs[key] = self._wanted[key].flatten(output)
+            self._hooked.update(id(one) for one in flat if isinstance(one, Tensor) and one._backward_hooks)
 
     def check_calls(self) -> None:
         """Raises ValueError if the forward did not make a call whose output crosses, or the call at whose end
@@ -274,4 +276,11 @@ class _SpanForward:
 
     def crossing(self, fillers: Fillers | None) -> tuple[Tensor | None, ...]:
         assert self._out is not None
-        return self._out.pack(self._outputs, fillers)
+        packed = self._out.pack(self._outputs, fillers)
+        for tensor in packed:
+            if tensor is not None and tensor._backward_hooks and id(tensor) not in self._hooked:
+                raise ValueError(
+                    "code between modules registers a hook at a tensor that crosses a cut, so both sides"
+                    " would call it: register it in the module that makes the tensor, or choose other cuts"
+                )
+        return packed
