@@ -450,12 +450,19 @@ def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
 def gives_the_same_again(stage: StageModule, device: torch.device, run: Callable[[], Any]) -> bool:
     """Whether the stage's forward gives the same output when it is repeated, as in a recompute. Also True if
     the forward fails, because the failure is reported elsewhere. run: function that runs the forward. Nothing
-    may change the output in place after the forward.
+    may change the output in place after the forward. False also if the forward writes frozen parameters, as
+    the average of another module's: nobody keeps their earlier contents.
     """
     generators = GeneratorState.capture(device)
+    frozen = (
+        [parameter for _, parameter in stage.frozen_parameters()] if isinstance(stage, StageModule) else []
+    )
+    before = [(parameter._version, parameter.data_ptr()) for parameter in frozen]
     with contextlib.suppress(Exception):
         with BufferMemory(stage).forward() as buffers:
             first = tensors_of(run())
+        if before != [(parameter._version, parameter.data_ptr()) for parameter in frozen]:
+            return False
         with generators.replayed(device), buffers_replayed(stage, buffers):
             second = tensors_of(run())
         pairs = zip(first, second, strict=True)

@@ -9,7 +9,7 @@ compute thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,13 +57,18 @@ class GeneratorState:
             torch.cuda.set_rng_state(self.cuda, device)
 
 
+_SMALL_BYTES = 64 * 1024
+
+
 class BufferMemory:
     """Keeps the contents of a stage's buffers before each forward, so that the repeated forward reads the
     same contents. This is needed only for buffers that a forward both reads and changes (spectral norm's
     vectors, codebooks).
 
-    The first forward shows which buffers change. Batch norm's running statistics do not count, because a
-    forward in training mode does not read them.
+    Small buffers are copied before each forward, because a later forward may change a buffer that the first
+    one left alone. Of the others only those that the first forward changes are copied. If a later forward
+    changes another one, it raises an error. Batch norm's running statistics do not count, because a forward
+    in training mode does not read them.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -73,28 +78,50 @@ class BufferMemory:
             if not isinstance(module, _BatchNorm)
             for name in module._buffers
         ]
-        self._changing: list[tuple[nn.Module, str]] | None = None
+        self._left_out: list[tuple[nn.Module, str]] = []
+        """Large buffers that the first forward did not change."""
+        self._has_seen_one = False  # whether the first forward is over
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[Buffers]:
-        """A context around a forward. Yields the buffers that buffers_replayed() needs."""
-        watched = self._owned if self._changing is None else self._changing
+        """A context around a forward. Yields the buffers that buffers_replayed() needs. Raises ValueError for
+        a change of a large buffer that the first forward did not change."""
+        kept: Buffers = [
+            (module, name, None if (buffer := module._buffers.get(name)) is None else buffer.clone())
+            for module, name in self._owned
+        ]
+        watched = self._left_out if self._has_seen_one else self._owned
         before = [(module, name, module._buffers.get(name)) for module, name in watched]
         counts = [None if buffer is None else buffer._version for _, _, buffer in before]
-        kept: Buffers = [
-            (module, name, None if buffer is None else buffer.clone()) for module, name, buffer in before
-        ]
         yield kept
-        if self._changing is not None:
-            return
         changed = [
-            module._buffers.get(name) is not buffer or (buffer is not None and buffer._version != count)
+            (module, name)
             for (module, name, buffer), count in zip(before, counts, strict=True)
+            if module._buffers.get(name) is not buffer or (buffer is not None and buffer._version != count)
         ]
-        self._changing = [
-            entry for entry, has_changed in zip(self._owned, changed, strict=True) if has_changed
+        if not self._has_seen_one:
+            self._has_seen_one = True
+            self._leave_out(before, changed)
+            kept[:] = [entry for entry in kept if entry[:2] in self._owned]
+        elif changed:
+            module, name = changed[0]
+            raise ValueError(
+                f"buffer {name!r} of {type(module).__name__} changes in this forward, and did not in the"
+                " first, so its recompute would read other contents: leave the stage out of recompute, or"
+                " change the buffer in each forward (self.x.mul_(1))"
+            )
+
+    def _leave_out(
+        self,
+        before: Sequence[tuple[nn.Module, str, torch.Tensor | None]],
+        changed: Sequence[tuple[nn.Module, str]],
+    ) -> None:
+        self._left_out = [
+            (module, name)
+            for module, name, buffer in before
+            if buffer is not None and buffer.nbytes > _SMALL_BYTES and (module, name) not in changed
         ]
-        kept[:] = [entry for entry, moved in zip(kept, changed, strict=True) if moved]
+        self._owned = [entry for entry in self._owned if entry not in self._left_out]
 
 
 Buffers = list[tuple[nn.Module, str, torch.Tensor | None]]

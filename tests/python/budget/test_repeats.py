@@ -58,6 +58,24 @@ class _Counting(nn.Module):
         return value
 
 
+class _Averaging(nn.Module):
+    """Keeps the average of its weight in a frozen parameter, which begins as the weight."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.average = nn.Parameter(torch.ones(3), requires_grad=False)
+        self._in_place = in_place
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self._in_place:
+                self.average.mul_(0.5).add_(self.weight, alpha=0.5)
+            else:
+                self.average.data = self.average.data * 0.5 + self.weight.data * 0.5
+        return value * self.weight + self.average
+
+
 class _Failing(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("not in a rehearsal")
@@ -73,6 +91,8 @@ class _Failing(nn.Module):
         (_Remembering(in_buffer=True), True),
         (_Failing(), True),
         (_Remembering(in_buffer=False), False),
+        (_Averaging(in_place=True), False),
+        (_Averaging(in_place=False), False),
         (_Drawing(random.random), False),
         (_Drawing(numpy.random.rand), False),
     ],

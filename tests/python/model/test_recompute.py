@@ -115,3 +115,45 @@ def test_a_forward_done_again_reads_the_buffers_that_the_first_one_read() -> Non
             assert not torch.equal(stage(value), first) or value is inputs[-1]
     for name, buffer in stage.named_buffers():
         assert torch.equal(buffer, after[name])
+
+
+class _ChangesLate(nn.Module):
+    """Reads a buffer in each forward, and changes it from its third forward on."""
+
+    scale: torch.Tensor
+
+    def __init__(self, size: int, *, replaces: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(size))
+        self._replaces = replaces
+        self._num_forwards = 0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = value * self.scale.sum()
+        self._num_forwards += 1
+        if self._num_forwards == 3:
+            self.scale = self.scale * 2 if self._replaces else self.scale.mul_(2)
+        return output
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_buffer_that_only_a_later_forward_changes_is_read_as_it_was(replaces: bool) -> None:
+    stage = nn.Sequential(_ChangesLate(8, replaces=replaces))
+    memory = BufferMemory(stage)
+    for _ in range(5):
+        with memory.forward() as buffers:
+            first = stage(torch.ones(2))
+        with buffers_replayed(stage, buffers):
+            assert torch.equal(stage[0].scale.sum() * torch.ones(2), first)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_large_buffer_that_only_a_later_forward_changes_is_refused_by_name(replaces: bool) -> None:
+    stage = nn.Sequential(_ChangesLate(1 << 16, replaces=replaces))
+    memory = BufferMemory(stage)
+    for _ in range(2):
+        with memory.forward() as buffers:
+            stage(torch.ones(2))
+        assert buffers == []
+    with pytest.raises(ValueError, match="buffer 'scale' of _ChangesLate changes"), memory.forward():
+        stage(torch.ones(2))
