@@ -74,6 +74,7 @@ class MinibatchStatistics:
     @contextlib.contextmanager
     def microbatch(self) -> Iterator[None]:
         """A context around the forward of one microbatch."""
+        # Norms in eval mode are included, because the forward itself may switch a norm's mode.
         norms = self._tracking = [norm for norm in self._norms if _tracks(norm)]
         hooks = [norm.register_forward_pre_hook(self._collect) for norm in norms]
         try:
@@ -101,21 +102,21 @@ class MinibatchStatistics:
 
     def _collect(self, norm: Any, inputs: tuple[Any, ...]) -> None:
         assert norm.running_mean is not None
+        if not norm.training:
+            return
         self._moments.setdefault(norm, _Moments()).merge(inputs[0], norm.running_mean.dtype)
 
 
 def _tracks(norm: _BatchNorm) -> bool:
     # Uses __dict__ because nn.Module's __getattr__, and __setattr__ below, take ten times as long.
     fields = norm.__dict__
-    if not (fields["training"] and fields["track_running_stats"]):
-        return False
-    return fields["_buffers"]["running_mean"] is not None
+    return fields["track_running_stats"] and fields["_buffers"]["running_mean"] is not None
 
 
 @contextlib.contextmanager
 def _not_tracking(norms: list[_BatchNorm]) -> Iterator[None]:
     # A norm that does not track running statistics uses the batch's statistics in training, and changes no
-    # buffer.
+    # buffer. In eval mode it uses its running statistics all the same.
     for norm in norms:
         norm.__dict__["track_running_stats"] = False
     try:

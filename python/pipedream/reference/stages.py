@@ -287,7 +287,7 @@ class MinibatchStatistics:
     @contextlib.contextmanager
     def microbatch(self, *, collect: bool) -> Iterator[None]:
         """A context around a forward. collect: whether its inputs count for the running statistics."""
-        tracking = [norm for norm in self._norms if norm.training and norm.track_running_stats]
+        tracking = [norm for norm in self._norms if norm.track_running_stats]
         hooks = [norm.register_forward_pre_hook(self._collect) for norm in tracking if collect]
         for norm in tracking:
             norm.track_running_stats = False
@@ -300,6 +300,8 @@ class MinibatchStatistics:
                 hook.remove()
 
     def _collect(self, norm: Any, arguments: tuple[Any, ...]) -> None:
+        if not norm.training:  # perhaps switched by the forward itself
+            return
         self._inputs.setdefault(norm, []).append(arguments[0].detach().clone())
 
     def update(self) -> None:

@@ -78,6 +78,33 @@ def test_each_microbatch_is_normalised_by_its_own_statistics() -> None:
         assert torch.equal(output, expected)
 
 
+class _Switching(nn.Module):
+    """Switches its norm in each forward, as a frozen backbone does."""
+
+    def __init__(self, *, trains: bool) -> None:
+        super().__init__()
+        self.norm = _norm().train(not trains)
+        self._trains = trains
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.norm.train(self._trains)(value)
+        return output
+
+
+def test_a_norm_that_the_forward_switches_steps_once_or_never() -> None:
+    evaluated, before = _Switching(trains=False), _buffers(_norm())
+    outputs = _train(evaluated, _images(2, 3))
+    for name, buffer in before.items():
+        assert torch.equal(_buffers(evaluated.norm)[name], buffer), name
+    wanted = [_norm().eval()(piece) for piece in _images(2, 3)]
+    assert all(map(torch.equal, outputs, wanted))
+    trained, plain = _Switching(trains=True), _norm()
+    _train(trained, _images(2, 3))
+    _train(plain, _images(2, 3))
+    for name, buffer in _buffers(plain).items():
+        assert torch.equal(_buffers(trained.norm)[name], buffer), name
+
+
 def test_the_buffers_stay_as_they_are_until_the_minibatch_is_complete() -> None:
     norm = _norm()
     before = _buffers(norm)
