@@ -27,9 +27,13 @@ __all__ = [
     "named_layers",
     "outline_of",
     "roots_of",
+    "shares_memory",
 ]
 
 _TRAINABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+_storage_use_count = torch._C._storage_Use_Count
+_USES_OF_AN_UNSHARED_STORAGE = 2  # the tensor, and the Python object that asks
 
 
 class CutForward(ABC):
@@ -195,6 +199,16 @@ def check_shapes(module: nn.Module, prefix: str = "") -> None:
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns a dtype's name on the wire and in errors, such as "float32"."""
     return str(dtype).removeprefix("torch.")
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether another tensor has the same memory. Autograd gives two parameters gradients in one memory if
+    they are added as views, as in p.view(-1) + q.view(-1).
+    """
+    if tensor.layout != torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    return _storage_use_count(storage._cdata) > _USES_OF_AN_UNSHARED_STORAGE
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:

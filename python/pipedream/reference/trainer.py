@@ -128,6 +128,9 @@ class Trainer:
                 root.backward()  # type: ignore[no-untyped-call]
                 for stage_again in reversed(recomputed):
                     stage_again.backward()
+            # Two gradients may share memory, to which the next backward would add twice.
+            for leaf in leaves.values():
+                leaf.grad = None if leaf.grad is None else leaf.grad.clone()
         return losses
 
     @property

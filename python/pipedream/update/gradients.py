@@ -132,6 +132,12 @@ class StageGradients:
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         """Prepares the last backward of the minibatch at this replica. loss_scale: the factor of its loss."""
 
+    def part_gradients(self, own_slot: int) -> None:
+        """Gives each gradient its own memory. Call it after a backward to whose gradients the next one adds:
+        two gradients in one memory would get the sum of both. own_slot: the slot that the backward read."""
+        self._weights.own.part_gradients(own_slot)
+        self._tied.part_gradients()
+
     def move(self, from_slot: int, to_slot: int) -> None:
         """Moves the round's gradients to another slot, because the next backward reads the version there."""
         self._weights.own.move_gradients(from_slot, to_slot)

@@ -23,6 +23,7 @@ from pipedream.model.factories import (
     build_scheduler,
     make_masters,
 )
+from pipedream.model.layers import shares_memory
 from pipedream.model.seeding import seed_torch, update_seed
 from pipedream.optim.master_weights import has_master, master_dtype
 from pipedream.update.averages import Averages
@@ -415,6 +416,8 @@ class StageOptimizer:
     ) -> None:
         with torch.no_grad():
             if gradient_scale != 1.0:
+                # Two gradients in one memory would be scaled twice.
+                gradients = [g if g is None or not shares_memory(g) else g.clone() for g in gradients]
                 torch._foreach_mul_([g for g in gradients if g is not None], gradient_scale)
             moved = [pair for pair in zip(write, read, strict=True) if pair[0] is not pair[1]]
             if moved:

@@ -227,6 +227,11 @@ class TiedParameters:
                 group.versions.move_gradients(group.gradient_slot, slot)
                 group.gradient_slot = slot
 
+    def part_gradients(self) -> None:
+        """Gives each gradient so far its own memory (WeightVersions.part_gradients)."""
+        for group in self._groups.values():
+            group.versions.part_gradients(group.gradient_slot)
+
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients of the round so far."""
         if self._owned is None:

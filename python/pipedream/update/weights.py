@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipedream import _core
 from pipedream.budget.resident_versions import ResidentVersions
 from pipedream.model.factories import NamedParameters, parameter_like
-from pipedream.model.layers import dtype_name
+from pipedream.model.layers import dtype_name, shares_memory
 from pipedream.model.references import Place, frozen_meanwhile, places_of
 from pipedream.model.stage_module import StageModule
 from pipedream.optim.master_weights import has_master, master_dtype
@@ -107,6 +107,10 @@ class WeightVersions:
             for slot in range(self.num_slots):
                 resident.on_move(slot, None)
         self._bound_slot = -1
+        self._unseen = list(range(len(self._originals)))
+        """The parameters that have had no gradient yet."""
+        self._sharing: set[int] = set()
+        """The parameters whose gradients have shared memory with another tensor."""
         self._find_places()
         for slot, version in (older or {}).items():
             self._begin_with(slot, [version[name] for name in self.names])
@@ -213,6 +217,32 @@ class WeightVersions:
             if old.grad is not None:
                 gradient, old.grad = old.grad, None
                 new.grad = gradient
+
+    def part_gradients(self, slot: int) -> None:
+        """Copies gradients that share memory with another tensor. Only a parameter's first gradient is
+        looked at, and the gradients of parameters whose first gradient shared memory."""
+        leaves = self._leaves[slot]
+        unseen, self._unseen = self._unseen, []
+        for index in (*self._sharing, *unseen):
+            gradient = leaves[index].grad
+            if gradient is None:
+                if index not in self._sharing:
+                    self._unseen.append(index)
+            elif shares_memory(gradient):
+                leaves[index].grad = gradient.clone()
+                self._sharing.add(index)
+
+    def check_no_hooks(self) -> None:
+        """Raises ValueError for a hook that a forward has registered at the leaf of one version: the leaves
+        of other versions do not have it."""
+        for leaves in self._leaves if self.num_slots > 1 else ():
+            for name, leaf in zip(self.names, leaves, strict=True):
+                if leaf._backward_hooks:
+                    raise ValueError(
+                        f"the forward registers a hook at parameter {name!r}, which would not see the"
+                        " gradients of other weight versions: do its work in the optimizer, or in a hook of"
+                        " the module"
+                    )
 
     def scale_gradients(self, slot: int, factor: float) -> None:
         for leaf in self._leaves[slot]:
@@ -393,6 +423,10 @@ class StageWeights:
         for versions in self._all:
             if versions.num_slots > 1:  # with one slot the leaves never change
                 versions.follow_new_references()
+
+    def check_no_hooks(self) -> None:
+        for versions in self._all:
+            versions.check_no_hooks()
 
     def check_gradients_taken(self) -> None:
         """Raises ValueError for a gradient that no update took. Call it after all updates."""
