@@ -44,7 +44,7 @@ std::optional<std::string> ItemSpec::mismatch(std::size_t tensor_index, DType dt
   std::ostringstream text;
   if (dtype != spec.dtype) {
     text << "dtype " << dtype_name(dtype) << ", planned " << dtype_name(spec.dtype);
-  } else if (num_dims != spec.num_dims) {
+  } else if (num_dims != spec.num_dims && tensor_bytes > 0) {  // a missing gradient has no bytes
     text << "rank " << int{num_dims} << ", planned " << int{spec.num_dims};
   } else if (tensor_bytes > spec.bytes_max) {
     text << tensor_bytes << " bytes, planned at most " << spec.bytes_max;

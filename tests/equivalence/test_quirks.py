@@ -96,6 +96,18 @@ class _MakesItsBuffer(_CountsInABuffer):
         return super().forward(value)
 
 
+class _CountsInAWorkspace(nn.Module):
+    """Passes on a tensor in an attribute, which its next forward overwrites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workspace = torch.zeros(64, dtype=torch.float64)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.workspace.fill_(float(value.detach().sum()))
+        return value, self.workspace
+
+
 class _UsesTheCount(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         value, count = pair
@@ -108,6 +120,10 @@ def _model_with_a_buffer_as_output() -> nn.Sequential:
 
 def _model_with_a_new_buffer_as_output() -> nn.Sequential:
     return _model(_linear(), _MakesItsBuffer(), _linear_of_first(), _UsesTheCount())
+
+
+def _model_with_a_workspace_as_output() -> nn.Sequential:
+    return _model(_linear(), _CountsInAWorkspace(), _linear_of_first(), _UsesTheCount())
 
 
 class _OnFirst(nn.Module):
@@ -123,8 +139,15 @@ def _linear_of_first() -> nn.Module:
     return _OnFirst()
 
 
-@pytest.mark.parametrize("make_model", [_model_with_a_buffer_as_output, _model_with_a_new_buffer_as_output])
-def test_an_output_that_is_a_buffer_arrives_as_it_was_sent(
+@pytest.mark.parametrize(
+    "make_model",
+    [
+        _model_with_a_buffer_as_output,
+        _model_with_a_new_buffer_as_output,
+        _model_with_a_workspace_as_output,
+    ],
+)
+def test_an_output_that_the_next_forward_overwrites_arrives_as_it_was_sent(
     farm: Farm, make_model: Callable[[], nn.Sequential]
 ) -> None:
     _assert_equals_reference(farm, make_model, 2)
@@ -291,6 +314,39 @@ def test_momentum_rests_where_a_later_stage_gives_no_gradient(farm: Farm, option
     assert losses == pytest.approx(wanted_losses, rel=1e-9)
     for name, wanted in wanted_state.items():
         torch.testing.assert_close(state[name], wanted, rtol=1e-9, atol=1e-12)
+
+
+class _PassesOnAPenalty(nn.Module):
+    """Passes on a number of no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = _linear(), nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(value), self.scale.square()
+
+
+class _AddsThePenaltyAtTimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        value, penalty = pair
+        out: Tensor = self.linear(value)
+        return out + penalty if value.detach().sum() > 0 else out
+
+
+def _model_with_a_number_that_is_used_at_times() -> nn.Sequential:
+    return _model(_linear(), _PassesOnAPenalty(), _AddsThePenaltyAtTimes(), _linear())
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "flush", "microbatches": 2}])
+def test_momentum_rests_where_the_loss_uses_no_number_from_upstream(
+    farm: Farm, options: dict[str, Any]
+) -> None:
+    _assert_equals_reference(farm, _model_with_a_number_that_is_used_at_times, 2, **options)
 
 
 class _MakesABuffer(nn.Module):
@@ -747,6 +803,31 @@ def test_a_parameter_with_a_hook_is_refused() -> None:
         pipedream.run(
             model, Plan.straight(5, 2), data=_data(), loss_fn=nn.functional.mse_loss, optimizer=_OPTIMIZER
         )
+
+
+class _HooksItself(nn.Module):
+    """Registers a hook at its weight in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_hooked = _linear(), False
+
+    def forward(self, value: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.linear.weight.register_hook(lambda gradient: gradient * 0.1)
+            self.is_hooked = True
+        out: Tensor = self.linear(value)
+        return out
+
+
+def _model_that_hooks_itself() -> nn.Sequential:
+    return _model(_HooksItself(), _linear())
+
+
+def test_a_hook_that_a_forward_registers_at_one_version_of_a_parameter_is_refused(farm: Farm) -> None:
+    outcome = farm.run(_run, _model_that_hooks_itself, 2, num_ranks=2)[0]
+    assert isinstance(outcome.error, ValueError)
+    assert "a hook at parameter '0.linear.weight'" in str(outcome.error)
 
 
 class _Switching(nn.Module):

@@ -362,6 +362,36 @@ def test_a_loss_scale_is_taken_once_from_gradients_that_share_memory(farm: Farm,
     assert_close_state(state, model.state_dict(), _FLOAT16)
 
 
+def _train_views_alone(max_norm: float, microbatches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, _, options = _views()
+    options |= {"autocast": None, "max_grad_norm": max_norm, "microbatches": microbatches}
+    result = pipedream.run(model, pipedream.Plan.straight(3, 1), progress=False, **options)
+    return result.losses, model.state_dict()
+
+
+@pytest.mark.parametrize(("max_norm", "microbatches"), [(0.1, 1), (1e9, 2), (0.1, 2)])
+def test_gradients_that_share_memory_are_clipped_and_added_up_once(
+    farm: Farm, max_norm: float, microbatches: int
+) -> None:
+    losses, state = farm.results(_train_views_alone, max_norm, microbatches, num_ranks=1)[0]
+    model, _, options = _views()
+    expected = []
+    for inputs, targets in options["data"]:
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        expected.append(loss.item())
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.sub_(0.1 * gradient * (max_norm / norm).clamp(max=1.0))
+    assert_close_losses(losses, expected, 1e-5)
+    assert_close_state(state, model.state_dict(), 1e-5)
+    model, _, options = _views()
+    options |= {"autocast": None, "max_grad_norm": max_norm, "microbatches": microbatches}
+    reference.run(model, pipedream.Plan.straight(3, 1), **options)
+    assert_close_state(state, model.state_dict(), 1e-6)
+
+
 class _Unsized:
     """Minibatches that can be iterated again, but have no len()."""
 

@@ -88,6 +88,39 @@ def test_an_evaluation_is_that_of_a_plain_loop_and_the_training_does_not_notice(
     assert_equal_figures(training, figures, evaluate_in_oracle(training, every))
 
 
+class CentredLoss(nn.Module):
+    """Keeps a centre of the outputs in a buffer, and the number of its calls in an attribute."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(()))
+        self.num_calls = 0
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = (outputs - targets).square().mean() * (1 + self.num_calls) + self.centre
+        self.centre = (self.centre + outputs.detach().mean()) / 2
+        self.num_calls += 1
+        return loss
+
+
+def train_with_a_centre(every: int | None) -> tuple[list[float], float, int]:
+    torch.manual_seed(0)
+    model, loss_fn = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), CentredLoss()
+    validation = None if every is None else pipedream.Validation(_batches(3, 4, 1), every=every)
+    options = _OPTIONS | {"loss_fn": loss_fn, "data": _batches(5, 4, 0), "validation": validation}
+    result = pipedream.run(model, pipedream.Plan.straight(2, 2), progress=False, **options)
+    return result.losses, float(loss_fn.centre), loss_fn.num_calls
+
+
+def test_an_evaluation_leaves_the_state_of_the_loss_alone(farm: Farm) -> None:
+    assert (
+        farm.results(train_with_a_centre, 2, num_ranks=2)[0]
+        == farm.results(train_with_a_centre, None, num_ranks=2)[0]
+    )
+
+
 class WithAuxiliaryHead(nn.Module):
     """Has an auxiliary head, which eval mode leaves out. In training, its value crosses the cuts too."""
 

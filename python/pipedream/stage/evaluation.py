@@ -24,6 +24,7 @@ from pipedream import _core
 from pipedream.common.errors import DataMismatch
 from pipedream.data.batch_reader import ValidationReader
 from pipedream.model.boundary import Boundary, map_tensors, tensors_of, to_device
+from pipedream.model.loss_state import spare_loss
 from pipedream.model.microbatch import samples_of
 from pipedream.model.seeding import generators_kept
 from pipedream.model.stage_calls import StageCalls
@@ -31,7 +32,7 @@ from pipedream.model.stage_module import StageModule
 from pipedream.model.validation import LOSS, Metric, Validation
 from pipedream.splitting.evaluation_cut import in_eval_mode
 from pipedream.stage.boundaries import EVALUATE
-from pipedream.stage.outgoing import memory_of, nothing_like, settled
+from pipedream.stage.outgoing import nothing_like, settled, written_memory
 from pipedream.stage.user_code import UserCode
 from pipedream.update.averages import Averages
 from pipedream.update.tied import TiedParameters
@@ -213,16 +214,15 @@ class Evaluations:
         self._user = user
         self._device = device
         self._describe = describe
-        loss_fn = None if measures is None else measures.loss_fn
-        self._calls = {
-            index: StageCalls(one.stage, loss_fn, device, autocast) for index, one in stages.items()
-        }
+        self._autocast = autocast
+        self._calls = {index: StageCalls(one.stage, None, device, autocast) for index, one in stages.items()}
         self._first = min(stages)
         self._last = schedule.num_stages - 1
         self._boundary = -1  # the boundary of the last evaluation that began here
         self._kept: dict[tuple[int, int], dict[int, Tensor]] = {}
         """For each (stage, boundary), copies of the buffers by the id() of the buffer."""
         self._running: contextlib.ExitStack | None = None  # None outside a block
+        self._written_memory: dict[int, set[int]] = {}  # by stage, in a block
         self._num_over = 0  # stages of this worker that have ended the block
 
     # The listener of boundaries.
@@ -287,8 +287,8 @@ class Evaluations:
                 f"validation minibatch {work.microbatch}: {error}; memory is planned for the first validation"
                 " minibatch, or the largest of a list: put the largest first"
             ) from None
-        buffers = {memory_of(buffer) for _, buffer in self._stages[work.stage].stage.stage_buffers()}
-        return boundary.sent([settled(tensor, buffers) for tensor in tensors])
+        memory = self._written_memory[work.stage]
+        return boundary.sent([settled(tensor, memory) for tensor in tensors])
 
     def _measure(self, output: Any, batch: tuple[Any, Any, int]) -> None:
         assert self._measures is not None
@@ -321,6 +321,11 @@ class Evaluations:
         self._boundary, self._num_over = boundary, 0
         if self._reader is not None:
             self._reader.begin(boundary)
+        if self._measures is not None:
+            # A copy, because a loss may have a state (a centre, a count), which validation must not change.
+            last = self._stages[self._last]
+            loss_fn = spare_loss(self._measures.loss_fn, [root for _, root in last.trained.roots()])
+            self._calls[self._last] = StageCalls(last.stage, loss_fn, self._device, self._autocast)
         self._running = running = contextlib.ExitStack()
         for index, one in self._stages.items():
             copies = self._kept.pop((index, boundary), None)
@@ -329,6 +334,7 @@ class Evaluations:
             running.enter_context(_with_buffers(roots, copies or self._copies_of_buffers(index)))
             running.callback(setattr, one.trained, "draws", one.trained.draws)
             one.trained.draws = None
+        self._written_memory = {index: written_memory(one.stage) for index, one in self._stages.items()}
 
     def _end_stage(self, work: _core.WorkItem) -> None:
         if work.stage == self._last and self._measures is not None:

@@ -6,29 +6,40 @@ from __future__ import annotations
 from collections.abc import Container
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedream.model.boundary import Boundary, exportable
+from pipedream.model.layers import shares_memory
+from pipedream.model.references import places_of
+from pipedream.model.stage_module import StageModule
 
-__all__ = ["gradients_of", "memory_of", "nothing_like", "settled"]
-
-_storage_use_count = torch._C._storage_Use_Count
-_USES_OF_AN_UNSHARED_STORAGE = 2  # the tensor, and the Python object that asks
+__all__ = ["gradients_of", "memory_of", "nothing_like", "settled", "written_memory"]
 
 
-def settled(tensor: Tensor, buffer_memory: Container[int]) -> Tensor:
-    """Returns the output, or a copy if it lies in a buffer's memory. buffer_memory: memory_of() each buffer
-    of the stage."""
+def settled(tensor: Tensor, memory: Container[int]) -> Tensor:
+    """Returns the output, or a copy if it lies in memory that the stage keeps. memory: written_memory() of
+    the stage."""
     # The next forward may write into a buffer, and the send reads without a copy.
-    if buffer_memory and memory_of(tensor) in buffer_memory:
+    if memory and memory_of(tensor) in memory:
         return exportable(tensor).clone()
     return tensor
 
 
+def written_memory(stage: StageModule) -> set[int]:
+    """Returns memory_of() each tensor that the stage keeps from forward to forward, and into which a forward
+    may write: buffers, and tensors in attributes, such as a workspace."""
+    kept = [buffer for _, buffer in stage.stage_buffers()]
+    kept += [place.tensor for place in places_of(stage.roots())]
+    return {
+        memory_of(tensor)
+        for tensor in kept
+        if not isinstance(tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+    }
+
+
 def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
     """Returns the gradients of the received tensors that can have one. A tensor without a gradient in this
-    backward gets an empty tensor, or zeros if it has no dimensions. There is always at least one tensor,
-    because its arrival
+    backward gets an empty tensor of another shape. There is always at least one tensor, because its arrival
     upstream says that the backward is done."""
     gradients = [_gradient_of(leaf) for leaf in leaves if leaf.requires_grad]
     return gradients or [_no_gradient(device)]
@@ -54,13 +65,10 @@ def _gradient_of(leaf: Tensor) -> Tensor:
     if gradient is None:  # the loss may not depend on every received tensor
         # Zeros would be wrong: with a gradient of zeros, momentum and weight decay still change the
         # parameters upstream.
-        return leaf.new_empty((0, *leaf.shape[1:])) if leaf.dim() > 0 else torch.zeros_like(leaf)
+        return leaf.new_empty((0, *leaf.shape[1:]) if leaf.numel() > 0 else (0, *leaf.shape))
     # Autograd may have given a parameter the memory of this gradient (x + p.unsqueeze(0) with one sample).
-    # The next backward
-    # would add to that memory while it is being sent.
-    storage = gradient.untyped_storage()
-    is_shared = _storage_use_count(storage._cdata) > _USES_OF_AN_UNSHARED_STORAGE
-    return exportable(gradient).clone() if is_shared else gradient
+    # The next backward would add to that memory while it is being sent.
+    return exportable(gradient).clone() if shares_memory(gradient) else gradient
 
 
 def _no_gradient(device: torch.device) -> Tensor:

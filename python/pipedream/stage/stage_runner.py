@@ -30,7 +30,7 @@ from pipedream.report.losses import LossRecord
 from pipedream.stage.boundaries import Boundaries, StageZeroGate
 from pipedream.stage.decisions import bits_of_loss, loss_of_bits
 from pipedream.stage.job import JobOptions
-from pipedream.stage.outgoing import gradients_of, memory_of, nothing_like, settled
+from pipedream.stage.outgoing import gradients_of, nothing_like, settled, written_memory
 from pipedream.stage.passes import OffloadedStash, RecomputedPasses, StagePasses, Stashed
 from pipedream.stage.user_code import UserCode
 from pipedream.update.gradients import GradientFigures, StageGradients
@@ -139,7 +139,7 @@ class StageRunner:
             self._statistics = MinibatchStatistics(stage) or None
         self._evaluated_norms: EvaluatedNorms | None = None  # known after the first forward
         self._has_in_flight = _core.num_microbatches_in_flight(schedule, self.stage_index) > 1
-        self._buffer_memory: set[int] = set()  # known after the first forward, which may make buffers
+        self._written_memory: set[int] = set()  # known after the first forward, which may make buffers
         self._has_looked = False
         self._in_flight: dict[tuple[int, int], Stashed] = {}
         self._reads_losses_late = parts.losses is not None and parts.losses.reads_late
@@ -226,7 +226,7 @@ class StageRunner:
             self._close_minibatch(minibatch)
         boundary = self.parts.boundary_out
         assert boundary is not None
-        return boundary.sent([settled(tensor, self._buffer_memory) for tensor in crossing])
+        return boundary.sent([settled(tensor, self._written_memory) for tensor in crossing])
 
     def _judge_labels(self, stashed: Stashed) -> None:
         """Raises ValueError if ignored labels (-100) would make a microbatch's weight in the loss differ from
@@ -316,10 +316,11 @@ class StageRunner:
 
     def _look_at_what_was_made(self) -> None:
         """Finds the buffers that the first forward has made, and the references to parameters that layers
-        stored during that forward."""
+        stored during that forward. Refuses hooks that it has registered at parameters."""
         self._has_looked = True
-        self._buffer_memory = {memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
+        self._written_memory = written_memory(self.parts.stage)
         self._weights.follow_new_references()
+        self._weights.check_no_hooks()
         if self._has_in_flight:
             self._evaluated_norms = EvaluatedNorms(self.parts.stage) or None
 
@@ -431,6 +432,8 @@ class StageRunner:
         else:
             with self.meter.backward():
                 self._passes.backward(stashed, work.tensors, following)
+        if self._own_per_round > 1:
+            self._gradients.part_gradients(read_slot)
         work.tensors.clear()
         if self._reads_losses_late:  # before anything of this backward is sent
             self._read_losses()

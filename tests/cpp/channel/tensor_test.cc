@@ -66,6 +66,7 @@ TEST(ItemSpec, MismatchNamesTheTensorWhatItHasAndWhatIsPlanned) {
   EXPECT_EQ(spec.mismatch(1, DType::kInt64, 1, 80), std::nullopt);
   EXPECT_EQ(spec.mismatch(0, DType::kFloat64, 2, 400), "tensor 0 has dtype float64, planned float32");
   EXPECT_EQ(spec.mismatch(1, DType::kInt64, 2, 80), "tensor 1 has rank 2, planned 1");
+  EXPECT_EQ(spec.mismatch(1, DType::kInt64, 2, 0), std::nullopt);  // a gradient that is missing
   EXPECT_EQ(spec.mismatch(1, DType::kInt64, 1, 88), "tensor 1 has 88 bytes, planned at most 80");
   EXPECT_EQ(spec.mismatch(2, DType::kInt64, 1, 80), "tensor 2 of a boundary of 2");
 }
