@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,9 @@ __all__ = [
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class TimedPasses(Protocol):
+class TimedPasses(ABC):
+    """Runs minibatches, and measures the times of a model's layers. A subclass has the model's forward."""
+
     layer_names: list[str]
     parameter_bytes: list[int]
     """Bytes of each layer's trainable parameters. The first layer that uses a tied parameter counts it."""
@@ -58,22 +61,54 @@ class TimedPasses(Protocol):
     """The layer that counts a parameter, by the parameter's id."""
     activation_bytes: list[int]
     """Bytes that cross after each layer. Known after the first minibatch."""
-    cuts: tuple[str, ...] | None
+    cuts: tuple[str, ...] | None = None
     """The cuts, as in Profile.cuts."""
-    saved_bytes: list[int]
-    """Bytes that autograd keeps for each layer's backward, without parameters, each storage once. Known after
-    the first minibatch.
-    """
-    left_out: set[int]
-    """Layers whose last call some minibatch did not make."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], loss_fn: LossFunction, region: Region = contextlib.nullcontext
+    ) -> None:
+        """region: makes a context for each forward."""
+        self._modules = modules
+        self._loss_fn = loss_fn
+        self._region = region
+        self.saved_bytes: list[int] = []
+        """Bytes that autograd keeps for each layer's backward, without parameters, each storage once. Known
+        after the first minibatch.
+        """
+        self.left_out: set[int] = set()
+        """Layers whose last call some minibatch did not make."""
 
     def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
         """Runs a minibatch. Returns milliseconds of each layer's forward and backward. The parameters have no
         gradients afterwards.
         """
+        # Clones the inputs, because a first layer that works in place would change the caller's data.
+        given = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
+        pass_ = _Pass(len(self.layer_names), clock)
+        measures_bytes = not self.saved_bytes
+        saved: contextlib.AbstractContextManager[list[int]] = contextlib.nullcontext([])
+        if measures_bytes:
+            saved = pass_.saved_bytes(self._modules)
+        clock.start_minibatch()
+        clock.start()
+        with saved as saved_bytes, self._region():
+            output = self._forward(given, pass_)
+            loss = check_loss(call_loss(self._loss_fn, output, targets), minibatch)
+        del output, given
+        pass_.backward(loss)
+        self.left_out.update(pass_.layers_left_out())
+        for module in self._modules:
+            drop_gradients(module)
+        if measures_bytes:
+            self.saved_bytes = saved_bytes
+        return pass_.times()
+
+    @abstractmethod
+    def _forward(self, value: Any, pass_: _Pass) -> Any:
+        """Returns the model's output. Tells the pass where each layer but the last ends."""
 
 
-class LayerPasses:
+class LayerPasses(TimedPasses):
     """Times a list of layers."""
 
     def __init__(
@@ -82,63 +117,36 @@ class LayerPasses:
         loss_fn: LossFunction,
         region: Region = contextlib.nullcontext,
     ) -> None:
-        """region: makes a context for each forward."""
-        self._region = region
+        super().__init__([layer for _, layer in named_layers], loss_fn, region)
         self.layer_names = [name for name, _ in named_layers]
-        self._layers = [layer for _, layer in named_layers]
-        self._loss_fn = loss_fn
-        self.parameter_bytes = parameter_bytes_of(self._layers)
-        self.frozen_bytes = parameter_bytes_of(self._layers, trained=False)
-        layers = [*enumerate(self._layers)][::-1]
+        self.parameter_bytes = parameter_bytes_of(self._modules)
+        self.frozen_bytes = parameter_bytes_of(self._modules, trained=False)
+        layers = [*enumerate(self._modules)][::-1]
         self.layer_of = {id(parameter): index for index, layer in layers for parameter in layer.parameters()}
-        self.activation_bytes: list[int] = []
-        self.cuts: tuple[str, ...] | None = None
-        self.saved_bytes: list[int] = []
-        self.left_out: set[int] = set()
+        self.activation_bytes = []
 
-    def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
-        pass_ = _Pass(len(self._layers), clock)
-        measures_bytes = not self.saved_bytes
-        saved = pass_.saved_bytes(self._layers) if measures_bytes else _no_bytes()
-        # Clones the inputs, because a first layer that works in place would change the caller's data.
-        value = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
-        clock.start_minibatch()
-        clock.start()
-        with saved as saved_bytes, self._region():
-            for layer_index, layer in enumerate(self._layers[:-1]):
-                value = call_model(layer, value)
-                pass_.end_forward_of(layer_index, value)
-                if measures_bytes:
-                    self.activation_bytes.append(bytes_of(tensors_of(value)))
-            value = call_model(self._layers[-1], value)
-            loss = check_loss(call_loss(self._loss_fn, value, targets), minibatch)
-        del value
-        pass_.backward(loss)
-        for layer in self._layers:
-            drop_gradients(layer)
-        if measures_bytes:
-            self.activation_bytes.append(0)
-            self.saved_bytes = saved_bytes
-        return pass_.times()
+    def _forward(self, value: Any, pass_: _Pass) -> Any:
+        sizes = []
+        for layer_index, layer in enumerate(self._modules[:-1]):
+            value = call_model(layer, value)
+            pass_.end_forward_of(layer_index, value)
+            sizes.append(bytes_of(tensors_of(value)))
+        self.activation_bytes = self.activation_bytes or [*sizes, 0]
+        return call_model(self._modules[-1], value)
 
 
-class CutPasses:
+class CutPasses(TimedPasses):
     """Times a module that is cut along its own forward."""
 
     def __init__(self, cut: CutModel, loss_fn: LossFunction, region: Region = contextlib.nullcontext) -> None:
-        """region: makes a context for each forward."""
-        self._region = region
-        self._cut = cut
+        super().__init__([cut.module], loss_fn, region)
         self.cuts = cut.chosen
-        self._loss_fn = loss_fn
         self.layer_names = cut.layer_names
         self.parameter_bytes = cut.parameter_bytes()
         self.frozen_bytes = cut.parameter_bytes(trained=False)
         spans = cut.cuts.first_spans_of_parameters(cut.offered)
         self.layer_of = {id(parameter): spans[name] for name, parameter in cut.module.named_parameters()}
         self.activation_bytes = [*(place.num_bytes for place in cut.offered), 0]
-        self.saved_bytes: list[int] = []
-        self.left_out: set[int] = set()
         modules = dict(visible_modules(cut.module))
         self._names = module_names(cut.module)
         self._layers = {
@@ -148,9 +156,7 @@ class CutPasses:
         }
         self._seen = list({key.module: modules[key.module] for key in self._layers}.values())
 
-    def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
-        given = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
-        pass_ = _Pass(len(self._cut.layer_names), clock)
+    def _forward(self, value: Any, pass_: _Pass) -> Any:
         counter = CallCounter(self._names)
 
         def see(
@@ -165,20 +171,8 @@ class CutPasses:
                 pass_.end_forward_of(self._layers[key], output)
             return output
 
-        measures_bytes = not self.saved_bytes
-        saved = pass_.saved_bytes([self._cut.module]) if measures_bytes else _no_bytes()
-        clock.start_minibatch()
-        clock.start()
-        with saved as saved_bytes, calls_seen(self._seen, see), self._region():
-            output = call_model(self._cut.module, given)
-            loss = check_loss(call_loss(self._loss_fn, output, targets), minibatch)
-        del output, given
-        pass_.backward(loss)
-        self.left_out.update(pass_.layers_left_out())
-        drop_gradients(self._cut.module)
-        if measures_bytes:
-            self.saved_bytes = saved_bytes
-        return pass_.times()
+        with calls_seen(self._seen, see):
+            return call_model(self._modules[0], value)
 
 
 class _Pass:
@@ -259,10 +253,6 @@ def saved_tensors_counted(modules: Iterable[nn.Module], count: Callable[[int], N
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
-
-
-def _no_bytes() -> contextlib.AbstractContextManager[list[int]]:
-    return contextlib.nullcontext([])
 
 
 def _storage_of(tensor: Tensor) -> int:
