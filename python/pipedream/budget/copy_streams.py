@@ -7,7 +7,7 @@ this code. Owned by the worker's compute thread.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,19 @@ from torch import Tensor
 __all__ = ["CopyStreams", "make_copy_streams"]
 
 
-class CopyStreams(Protocol):
+class CopyStreams:
     """Copies that run at the same time as the compute stream. out() and into() return an event that is
-    recorded when the copy is done. None: the copy is done already."""
+    recorded when the copy is done. None: the copy is done already, as all copies within host memory are."""
 
     def out(self, source: Tensor, target: Tensor, *after: Any) -> Any:
         """Copies from device to host. The copy waits for all work that the compute stream has been given so
         far, and for the events `after`."""
+        with torch.no_grad():
+            target.copy_(source)
 
     def into(self, source: Tensor, target: Tensor, *after: Any) -> Any:
         """Copies from host to device, and waits as out() does."""
+        return self.out(source, target, *after)
 
     def wait(self, *copies: Any) -> None:
         """Makes the compute stream wait for the copies. The CPU does not wait."""
@@ -33,23 +36,7 @@ class CopyStreams(Protocol):
         """Makes the CPU wait for all copies."""
 
 
-class _HostCopies:
-    """Copies within host memory. A copy is done when the call returns."""
-
-    def out(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        with torch.no_grad():
-            target.copy_(source)
-
-    into = out
-
-    def wait(self, *copies: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class _CudaCopies:
+class _CudaCopies(CopyStreams):
     """Copies on one stream per direction, because both directions of the bus can work at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -86,4 +73,4 @@ class _CudaCopies:
 
 
 def make_copy_streams(device: torch.device) -> CopyStreams:
-    return _CudaCopies(device) if device.type == "cuda" else _HostCopies()
+    return _CudaCopies(device) if device.type == "cuda" else CopyStreams()

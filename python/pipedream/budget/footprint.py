@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,24 +87,6 @@ class Footprint:
             draws=self.draws | other.draws,
             is_repeatable=self.is_repeatable and other.is_repeatable,
         )
-
-
-class MemoryMeter(Protocol):
-    """Counts the live bytes of torch's tensors on one device while it is entered."""
-
-    @property
-    def live_bytes(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    def reset_peak(self) -> None: ...
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *error: Any) -> None: ...
-
-
-def make_meter(device: torch.device) -> MemoryMeter:
-    """Makes the meter of a device. The device may be "meta": its tensors have no memory, and the meter counts
-    the bytes that they would take."""
-    return _CudaMeter(device) if device.type == "cuda" else _HostMeter(device.type)
 
 
 class _CudaMeter:
@@ -184,6 +166,16 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 # The base class marks the method as not to be compiled.
 _HostMeter.__torch_dispatch__ = unmarked_until_compiling(_HostMeter.__torch_dispatch__)  # type: ignore[method-assign]
+
+
+MemoryMeter = _CudaMeter | _HostMeter
+"""Counts the live bytes of torch's tensors on one device while it is entered."""
+
+
+def make_meter(device: torch.device) -> MemoryMeter:
+    """Makes the meter of a device. The device may be "meta": its tensors have no memory, and the meter counts
+    the bytes that they would take."""
+    return _CudaMeter(device) if device.type == "cuda" else _HostMeter(device.type)
 
 
 class WorkMeter:
