@@ -17,7 +17,7 @@ from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.plan import Stage
-from pipedream.planning.plan_stage import ranks_of
+from pipedream.planning.plan_stage import placement_of, ranks_of
 from pipedream.planning.synced_bytes import round_ms
 
 __all__ = ["StageLinks", "formula_figures", "parameter_bytes_of", "samples_per_s"]
@@ -100,7 +100,7 @@ class StageLinks:
     @classmethod
     def measured(cls, stages: Sequence[Stage], links: LinkProfile) -> StageLinks:
         """The measured links between the ranks of a plan's stages."""
-        return cls.between(ranks_of(stages), links)
+        return cls.between(ranks_of(placement_of(stages)), links)
 
     @classmethod
     def between(cls, ranks: Sequence[Sequence[int]], links: LinkProfile) -> StageLinks:

@@ -20,7 +20,7 @@ from pipedream.planning.codec_choice import codec_between
 from pipedream.planning.factor_rule import core_factors
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Stage
-from pipedream.planning.plan_stage import ranks_of
+from pipedream.planning.plan_stage import placement_of, ranks_of
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -88,7 +88,7 @@ class Limits:
         """Returns the speed of each stage's slowest worker. `self.speeds` must not be empty. Ranks are given
         to the replicas of stage 0 first, then to those of stage 1, and so on.
         """
-        return [min(self.speeds[rank] for rank in ranks) for ranks in ranks_of(stages)]
+        return [min(self.speeds[rank] for rank in ranks) for ranks in ranks_of(placement_of(stages))]
 
     def slowed(self, profile: Profile, stages: Sequence[Stage]) -> Profile:
         """Returns the profile with each layer as slow as on the slowest worker of its stage."""
@@ -129,7 +129,7 @@ class Limits:
         figures = self.memory_with(stages, profile, options)
         if not self.memory_bytes:
             return figures
-        rooms = [min(self.memory_bytes[rank] for rank in ranks) for ranks in ranks_of(stages)]
+        rooms = [min(self.memory_bytes[rank] for rank in ranks) for ranks in ranks_of(placement_of(stages))]
 
         def exceed(figures: dict[str, Any]) -> list[bool]:
             return [has < needs for has, needs in zip(rooms, figures["stage_memory_bytes"], strict=True)]
@@ -216,13 +216,6 @@ def make_limits(
     boundaries: Sequence[int] | None,
     replicas: Sequence[int] | None,
     optimizer_copies: float,
-    recompute: bool,
-    sync: str,
-    staleness: int,
-    whole_tensors: bool,
-    has_spares: bool,
-    drains: bool,
-    codec: Mapping[str, str],
     profile: Profile,
 ) -> Limits:
     """Checks partition()'s arguments and makes the limits. Raises ValueError naming the argument that is
@@ -265,18 +258,11 @@ def make_limits(
         last_layers=last_layers,
         num_replicas=counts,
         optimizer_copies=check_number("optimizer_copies", optimizer_copies),
-        recompute=recompute,
         data_bytes=float(
             sum(_ELEMENT_BYTES * math.prod(shape) for shape in (profile.max_shapes or {}).values())
         ),
         host_bytes=float(_host_bytes(profile, num_workers)),
         num_workers=num_workers,
-        sync=sync,
-        staleness=staleness,
-        whole_tensors=whole_tensors,
-        has_spares=has_spares,
-        drains=drains,
-        codec=codec,
     )
 
 
@@ -318,7 +304,7 @@ def _spared_bytes(stages: Sequence[Stage], limits: Limits) -> list[int]:
         return [0] * len(stages)
     num_used, spared = sum(stage.num_replicas for stage in stages), []
     most = max(_num_neighbours(rank, limits.num_workers) for rank in range(min(limits.num_workers, 2)))
-    for ranks in ranks_of(stages):
+    for ranks in ranks_of(placement_of(stages)):
         own = max(_num_neighbours(rank, num_used) for rank in ranks)
         spared.append((most - own) * _TREE_BUFFERS_BYTES)
     return spared

@@ -39,7 +39,7 @@ from pipedream.planning.program import rules_of, schedule_name
 from pipedream.planning.runtime_costs import layer_cost_ms
 from pipedream.planning.schedule_choice import best_of_schedules
 
-__all__ = ["SearchProgress", "make_plan", "partition", "with_spares"]
+__all__ = ["SearchProgress", "partition", "with_spares"]
 
 _FIRST_S = 1.0
 _TERMINAL_PERIOD_S = 0.25
@@ -168,6 +168,10 @@ def partition(
         boundaries=boundaries,
         replicas=replicas,
         optimizer_copies=optimizer_copies,
+        profile=profile,
+    )
+    limits = replace(
+        limits,
         recompute=recompute,
         sync=sync,
         staleness=staleness,
@@ -175,7 +179,6 @@ def partition(
         has_spares=spare_workers > 0,
         drains=schedule != AUTO and rules_of(schedule).drains,
         codec=crossing_codec,
-        profile=profile,
     )
     problem = PlanProblem(
         profile,
@@ -272,32 +275,6 @@ def _model_parallel_ms(profile: Profile, boundary_ms: Sequence[float]) -> float:
     boundary's times in both directions.
     """
     return profile.compute_ms + sum(boundary_ms)
-
-
-def make_plan(
-    profile: Profile,
-    stages: Stages,
-    bytes_per_s: float,
-    *,
-    num_workers: int = 0,
-    cost_model: str = "paper",
-    workers_per_host: int | None = None,
-    schedule: str = "pipedream",
-    microbatches: int | None = None,
-) -> Plan:
-    """Returns the plan of these stages, without a codec, with the cost model's figures."""
-    problem = PlanProblem(
-        profile.without_factors(),
-        num_workers,
-        bytes_per_s,
-        cost_model,
-        False,
-        workers_per_host,
-        schedule,
-        microbatches,
-        Limits(),
-    )
-    return problem.simulated_plan(stages) if problem.is_simulated else problem.formula_plan(stages)
 
 
 class SearchProgress:

@@ -25,6 +25,7 @@ from pipedream.common.document import (
     check_text,
     check_whole,
     read_document,
+    read_value,
     require,
     set_field,
     write_document,
@@ -58,11 +59,12 @@ __all__ = ["Plan", "Stage", "stage_counts"]
 _KIND = "plan"
 _VERSION = 1
 _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
-_DERIVED_FIELDS = ("num_workers", "noam", "in_flight", "predicted")
-_OPTIONAL_FIELDS = ("model", "bandwidth_bytes_per_s", "cost_model", "bottleneck_ms")
-_SHAPES_FIELDS = ("max_shapes", "shapes_apart")
-_RUN_FIELDS = ("codec", "schedule", "microbatches")
-_FIELDS = ("format", "stages", *_SHAPES_FIELDS, "cuts", *_RUN_FIELDS, *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
+_TAKEN_FIELDS = (
+    *("model", "num_workers", "bandwidth_bytes_per_s", "cost_model", "bottleneck_ms", "predicted"),
+    *("max_shapes", "cuts", "codec", "schedule", "microbatches"),
+)
+"""Fields of a file that Plan takes and checks as they are."""
+_FIELDS = ("format", "stages", "noam", "in_flight", "shapes_apart", *_TAKEN_FIELDS)
 _SIMILARITY_MIN = 0.75  # difflib's ratio for two names that differ in one letter or two swapped ones
 
 
@@ -399,21 +401,24 @@ class Plan:
         try:
             require(fields, ["stages"], "")
             stages = check_list("stages", fields["stages"])
+            given = {name: value for name, value in fields.items() if value is not None}
+            if "num_workers" in given:
+                check_whole("num_workers", given["num_workers"], at_least=1)
+            if given.get("in_flight") == []:
+                raise ValueError("in_flight is empty: give one number per stage, or leave it out")
             plan = cls(
                 tuple(stage_from_dict(i, stage) for i, stage in enumerate(stages)),
-                **{name: fields.get(name) for name in _OPTIONAL_FIELDS},
-                num_workers=_num_workers_from_dict(fields),
-                in_flight=_in_flight_from_dict(fields),
-                predicted=check_object("predicted", _given(fields, "predicted", {})),
-                cuts=fields.get("cuts"),
-                codec=check_object("codec", _given(fields, "codec", {})),
-                schedule=fields.get("schedule"),
-                microbatches=fields.get("microbatches"),
-                max_shapes=checked_shapes("max_shapes", _given(fields, "max_shapes", {})),
-                shapes_apart=tuple(check_list("shapes_apart", _given(fields, "shapes_apart", []))),
+                **{name: given[name] for name in _TAKEN_FIELDS if name in given},
+                in_flight=read_value("in_flight", given.get("in_flight", []), tuple[int, ...]),
+                shapes_apart=tuple(check_list("shapes_apart", given.get("shapes_apart", []))),
                 extra={name: fields[name] for name in fields if name not in _FIELDS},
             )
-            _check_noam(fields, plan)
+            # A noam of other stages is an error, because it would mislead readers of the file.
+            noam = given.get("noam", plan.noam)
+            if noam != plan.noam or isinstance(noam, bool):
+                raise ValueError(
+                    f"noam is {noam!r}, but these stages make it {plan.noam}: correct it or leave it out"
+                )
         except ValueError as error:
             raise FileFormatError(f"{source}: {error}") from None
         return plan
@@ -455,32 +460,3 @@ def _misspelt_fields(plan: Plan) -> Iterator[str]:
             near = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY_MIN)
             if near and abs(len(name) - len(near[0])) <= 1:
                 yield f"{where}{name} is an unknown field, which is kept and means nothing: is it {near[0]}?"
-
-
-def _num_workers_from_dict(fields: Mapping[str, Any]) -> int:
-    num_workers = _given(fields, "num_workers", None)
-    return 0 if num_workers is None else check_whole("num_workers", num_workers, at_least=1)
-
-
-def _in_flight_from_dict(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    given = _given(fields, "in_flight", None)
-    if given is None:
-        return ()
-    in_flight = check_list("in_flight", given)
-    if not in_flight:
-        raise ValueError("in_flight is empty: give one number per stage, or leave it out")
-    return tuple(check_whole(f"in_flight[{i}]", count, at_least=1) for i, count in enumerate(in_flight))
-
-
-def _check_noam(fields: Mapping[str, Any], plan: Plan) -> None:
-    # A noam of other stages is an error, because it would mislead readers of the file.
-    noam = _given(fields, "noam", plan.noam)
-    if noam != plan.noam or isinstance(noam, bool):
-        raise ValueError(
-            f"noam is {noam!r}, but these stages make it {plan.noam}: correct it or leave it out"
-        )
-
-
-def _given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = fields.get(name)
-    return default if value is None else value

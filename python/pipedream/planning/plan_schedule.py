@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, overload
 
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan
+from pipedream.planning.plan_stage import ranks_of
 from pipedream.planning.program import Program, schedule_name
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def schedule_to_run(
 
 
 def _microbatches_of(program: Program, plan: Plan, microbatches: int | None) -> int:
-    if _ranks_of(program.listed.placement) != _ranks_of(plan.placement):
+    if ranks_of(program.listed.placement) != ranks_of(plan.placement):
         of_plan = "-".join(str(stage.num_replicas) for stage in plan.stages)
         of_program = "-".join(map(str, program.replicas))
         raise ValueError(
@@ -81,14 +82,6 @@ def _microbatches_of(program: Program, plan: Plan, microbatches: int | None) -> 
             " microbatches out"
         )
     return program.microbatches
-
-
-def _ranks_of(placement: _core.Placement) -> list[list[int]]:
-    """Returns ranks by stage and replica."""
-    return [
-        [placement.rank_of(stage, replica) for replica in range(placement.num_replicas(stage))]
-        for stage in range(placement.num_stages)
-    ]
 
 
 def microbatches_min(plan: Plan, schedule: str) -> int:

@@ -100,10 +100,9 @@ def placement_of(stages: Sequence[Stage]) -> _core.Placement:
     )
 
 
-def ranks_of(stages: Sequence[Stage]) -> list[list[int]]:
+def ranks_of(placement: _core.Placement) -> list[list[int]]:
     """Returns the ranks of each stage's replicas."""
-    placement = placement_of(stages)
-    return [placement.ranks_of(index) for index in range(len(stages))]
+    return [placement.ranks_of(stage) for stage in range(placement.num_stages)]
 
 
 def is_counts(text: str) -> bool:

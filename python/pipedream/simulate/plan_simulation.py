@@ -33,6 +33,7 @@ from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partition_arguments import check_microbatches
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_schedule import minibatches_of_round
+from pipedream.planning.plan_stage import ranks_of
 from pipedream.planning.prediction import LinkCosts, boundary_links, simulate_programs
 from pipedream.planning.runtime_costs import FREE, StageCosts, costs_of, predicted_rows, stage_costs
 from pipedream.planning.simulator import Simulation, Transfer, ms_per_minibatch
@@ -80,7 +81,7 @@ class PlanSimulation:
     @functools.cached_property
     def _ranks(self) -> list[set[int]]:
         """The ranks of each stage's replicas, as sets."""
-        return list(map(set, _ranks_of(self.plan, self.traced)))
+        return list(map(set, ranks_of(self.traced.options.placement)))
 
     @functools.cached_property
     def _sent_by(self) -> list[list[Transfer]]:
@@ -360,7 +361,7 @@ def _links_of(
         raise ValueError("give --bandwidth, for example 10Gbit/s, or --links FILE: one of them")
     if any(stage.num_spare_shards for stage in plan.stages):
         check_together({"spares": f"{plan_file} has spare shards", "measured_links": "--links is given"})
-    ranks = _ranks_of(plan, traced)
+    ranks = ranks_of(traced.options.placement)
     num_workers = 1 + max(max(of_stage) for of_stage in ranks)
     if num_workers > links.num_workers:
         raise ValueError(
@@ -369,11 +370,6 @@ def _links_of(
         )
     measured = StageLinks.between(ranks, links)
     return measured, measured.slowest(links.speeds_of_first(num_workers)[0])
-
-
-def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
-    """Returns the ranks of each stage's replicas. With some schedules one worker runs several stages."""
-    return [traced.options.placement.ranks_of(index) for index in range(plan.num_stages)]
 
 
 def _uncalibrated_costs(

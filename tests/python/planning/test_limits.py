@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from all_plans import enumerate_plans
+from all_plans import enumerate_plans, make_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.limits import NothingFitsError
-from pipedream.planning.partitioner import make_plan, partition
+from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
 
 _OPTIMIZER_COPIES = 1.0

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from all_plans import make_plan
 from pipedream import _core
 from pipedream.common.document import read_value, write_value
 from pipedream.planning import plan_search
 from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
-from pipedream.planning.partitioner import make_plan, partition
+from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.prediction import predict_ms, predict_ms_of_run, simulate_programs
 from pipedream.planning.runtime_costs import (
