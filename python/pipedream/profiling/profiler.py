@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ from pipedream.profiling.timed_passes import (
     make_clock,
     make_work_clock,
 )
-from pipedream.splitting.cut_model import cut_model, needs_cutting
+from pipedream.splitting.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.splitting.split_check import NUM_CHECKED, check_layers, without_bad_cuts
 
 __all__ = ["profile"]
@@ -405,11 +405,8 @@ class _How:
 def _make_passes(model: Model, how: _How, first: Sequence[tuple[Any, Any]]) -> TimedPasses:
     """Cuts the model and makes its passes. first: the first minibatches, on the device."""
     loss_fn, cuts = how.loss_fn, how.cuts
-    if needs_cutting(model):
-        assert isinstance(model, nn.Module)
-        cut = cut_model(model, *first[0], loss_fn, autocast=how.autocast)
-        if cuts is not None:
-            cut = cut.at(cuts)
+    cut = _cut(model, *first[0], how)
+    if cut is not None:
         if how.check:
             cut = without_bad_cuts(cut, first, loss_fn, is_chosen=cuts is not None)
         if cut.offered:
@@ -418,11 +415,22 @@ def _make_passes(model: Model, how: _How, first: Sequence[tuple[Any, Any]]) -> T
             return CutPasses(cut, loss_fn, how.region)
         if cut.chosen is None and cut.explain():
             _log.warning("the model cannot be cut, so it is one layer: %s", cut.explain())
-    elif cuts is not None:
-        _refuse_cuts_of_list(cuts)
     elif how.check:
         check_layers(model, first, loss_fn)
     return LayerPasses(layers_of(model), loss_fn, how.region)
+
+
+def _cut(model: Model, inputs: Any, targets: Any, how: _How) -> CutModel | None:
+    """Cuts the model on a minibatch. Returns None for a list of layers, which has its cuts."""
+    if not needs_cutting(model):
+        if how.cuts is not None:
+            raise ValueError(
+                f"cuts is {how.cuts!r}, but the model is a list of layers: it is cut after its entries"
+            )
+        return None
+    assert isinstance(model, nn.Module)
+    cut = cut_model(model, inputs, targets, how.loss_fn, autocast=how.autocast, weights=how.weights)
+    return cut if how.cuts is None else cut.at(how.cuts)
 
 
 def _sweep(
@@ -439,27 +447,19 @@ def _sweep(
     measurement.max_shapes = functools.reduce(larger_of, map(shapes_of, read), {})
     inputs, targets = parts_of(read[0], 0)
     measurement.batch_size = batch_size_of(inputs, targets)
-    if needs_cutting(model):
+    cut = _cut(model, inputs, targets, how)
+    if cut is not None:
         assert isinstance(model, nn.Module)
-        cut = cut_model(model, inputs, targets, loss_fn, autocast=how.autocast, weights=weights)
-        if cuts is not None:
-            cut = cut.at(cuts)
         if how.check and cut.offered:
             with whole_for_a_check(model, weights) as is_whole:
                 if is_whole:
                     first = [parts_of(batch, minibatch) for minibatch, batch in enumerate(read[:NUM_CHECKED])]
                     cut = without_bad_cuts(cut, first, loss_fn, is_chosen=cuts is not None)
         model = cut
-    elif cuts is not None:
-        _refuse_cuts_of_list(cuts)
     passes = LayerSweep(model, loss_fn, weights, how.autocast)
     times = passes.run(inputs, targets, min(minibatches, SWEEPS_MAX) + _WARM_UP_MINIBATCHES, seconds)
     measurement.forward_ms, measurement.backward_ms = times
     return passes
-
-
-def _refuse_cuts_of_list(cuts: Sequence[str]) -> NoReturn:
-    raise ValueError(f"cuts is {cuts!r}, but the model is a list of layers: it is cut after its entries")
 
 
 def _repeat(batches: Iterable[Any]) -> Iterator[Any]:
