@@ -264,12 +264,9 @@ def simulate_plan(
     traced = make_traced(
         TraceRequest(
             schedule=schedule,
-            stages=None,
             plan_file=plan_file,
             minibatches=minibatches,
             microbatches=microbatches,
-            workers=None,
-            in_flight=None,
             recompute=recompute,
             staleness=staleness,
             sync=sync,

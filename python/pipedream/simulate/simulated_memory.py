@@ -17,11 +17,11 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipedream.planning.factor_rule import FactoredSum, factored_sum
+from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan
 from pipedream.planning.simulator import Simulation, TimedInstruction
-from pipedream.planning.synced_bytes import ShardShares, shard_shares
+from pipedream.planning.synced_bytes import shard_shares
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -47,7 +47,9 @@ def memory_in_use(
     optimizer_copies: float = 1.0,
 ) -> list[list[MemoryUse]]:
     """Returns each worker's memory in the order of time. optimizer_copies: as in partition()."""
-    stages = [_StageBytes.of(plan, profile, stage, schedule) for stage in range(plan.num_stages)]
+    stages = [
+        _StageBytes.of(plan, profile, stage, schedule, optimizer_copies) for stage in range(plan.num_stages)
+    ]
     arrivals_ms: _Times = defaultdict(deque)
     departures_ms: _Times = defaultdict(deque)
     for what, sender, receiver, minibatch, microbatch, _, end_ms in simulation.transfers:
@@ -55,10 +57,10 @@ def memory_in_use(
         arrivals_ms[what, receiver, minibatch, microbatch].append(end_ms)
     uses = []
     for worker, row in enumerate(simulation.timeline):
-        fixed = sum(stages[stage].weight_bytes(optimizer_copies) for stage in plan.stages_of(worker))
+        fixed = sum(stages[stage].weights for stage in plan.stages_of(worker))
         served = plan.spare_stage_of(worker)
         if served is not None:
-            fixed = stages[served].spare_bytes(optimizer_copies)
+            fixed = stages[served].of_spare
         changes = _changes(row, worker, stages, arrivals_ms, departures_ms)
         uses.append(_summed(fixed, changes))
     return uses
@@ -108,16 +110,12 @@ def _changes(
 class _StageBytes(NamedTuple):
     """Bytes of one stage. Sizes that depend on the data are for one microbatch."""
 
-    schedule: _core.ScheduleOptions
-    num_versions: int
-    parameters: float
-    largest: float
-    """Bytes of the largest layer's parameters."""
-    factored: FactoredSum
-    num_replicas: int
-    shares: ShardShares
-    posts_versions: bool
-    """Whether pulled versions are received directly into their final memory."""
+    weights: float
+    """Bytes of a replica that do not depend on the data."""
+    of_spare: float
+    """Bytes of a spare. It has the versions and the optimizer's state of its shard, and slots for chunks from
+    each replica.
+    """
     saved: float
     input: float
     output: float
@@ -127,7 +125,14 @@ class _StageBytes(NamedTuple):
     """
 
     @classmethod
-    def of(cls, plan: Plan, profile: Profile, index: int, schedule: _core.ScheduleOptions) -> _StageBytes:
+    def of(
+        cls,
+        plan: Plan,
+        profile: Profile,
+        index: int,
+        schedule: _core.ScheduleOptions,
+        optimizer_copies: float,
+    ) -> _StageBytes:
         from pipedream import _core
 
         stage, m = plan.stages[index], schedule.num_microbatches
@@ -138,53 +143,38 @@ class _StageBytes(NamedTuple):
         before = profile.layers[stage.first_layer - 1].activation_bytes if index else 0
         replicas = stage.num_replicas
         minibatches = _core.rounds_of(schedule, index).own_per_round / m
-        return cls(
-            schedule=schedule,
-            num_versions=_core.num_versions_kept(schedule, index),
-            parameters=sum(layer.parameter_bytes for layer in layers),
-            largest=max(layer.parameter_bytes for layer in layers),
-            factored=factored_sum(layers, replicas, minibatches=minibatches),
+        num_versions = _core.num_versions_kept(schedule, index)
+        parameters = sum(layer.parameter_bytes for layer in layers)
+        factored = factored_sum(layers, replicas, minibatches=minibatches)
+        shares = shard_shares(replicas, stage.num_spare_shards)
+        costs = _core.MemoryCosts(
+            state_copies=optimizer_copies,
+            asynchronous=schedule.asynchronous,
+            reduces_together=schedule.uses_allreduce,
+            posts_versions=profile.is_of_host,  # pulled versions are received directly into place
+            has_spares=shares.of_spare > 0,
+            staleness=schedule.staleness,
+        )
+        weights = _core.replica_weight_bytes(
+            parameters,
+            max(layer.parameter_bytes for layer in layers),
             num_replicas=replicas,
-            shares=shard_shares(replicas, stage.num_spare_shards),
-            posts_versions=profile.is_of_host,
+            num_versions=num_versions - schedule.staleness,
+            costs=costs,
+            share=shares.of_replica,
+            factored_bytes=factored.weight_bytes,
+            factor_bytes=factored.factor_bytes,
+        )
+        shard_bytes = shares.of_spare * parameters
+        slots_bytes = replicas * min(shard_bytes, _core.NUM_SPARE_SLOTS * _core.SHARD_CHUNK_BYTES_MIN)
+        return cls(
+            weights=weights,
+            of_spare=(num_versions + optimizer_copies) * shard_bytes + slots_bytes,
             saved=saved / m,
             input=before / m,
             output=layers[-1].activation_bytes / m,
             saves_at="restored" if schedule.recompute and schedule.recompute[index] else "kept",
         )
-
-    def weight_bytes(self, optimizer_copies: float) -> float:
-        from pipedream import _core
-
-        costs = _core.MemoryCosts(
-            state_copies=optimizer_copies,
-            asynchronous=self.schedule.asynchronous,
-            reduces_together=self.schedule.uses_allreduce,
-            posts_versions=self.posts_versions,
-            has_spares=self.shares.of_spare > 0,
-            staleness=self.schedule.staleness,
-        )
-        return _core.replica_weight_bytes(
-            self.parameters,
-            self.largest,
-            num_replicas=self.num_replicas,
-            num_versions=self.num_versions - self.schedule.staleness,
-            costs=costs,
-            share=self.shares.of_replica,
-            factored_bytes=self.factored.weight_bytes,
-            factor_bytes=self.factored.factor_bytes,
-        )
-
-    def spare_bytes(self, optimizer_copies: float) -> float:
-        """Returns the bytes of a spare. It has the versions and the optimizer's state of its shard, and slots
-        for chunks from each replica.
-        """
-        from pipedream import _core
-
-        shard_bytes = self.shares.of_spare * self.parameters
-        slots_bytes_max = _core.NUM_SPARE_SLOTS * _core.SHARD_CHUNK_BYTES_MIN
-        slots_bytes = self.num_replicas * min(shard_bytes, slots_bytes_max)
-        return (self.num_versions + optimizer_copies) * shard_bytes + slots_bytes
 
 
 def _summed(fixed: float, changes: Iterable[tuple[float, float]]) -> list[MemoryUse]:

@@ -52,14 +52,14 @@ class TraceRequest(NamedTuple):
     """The options of `trace` that determine the schedule. None: the user left the choice to `trace`."""
 
     schedule: str
-    stages: int | None
-    plan_file: Path | None
+    stages: int | None = None
+    plan_file: Path | None = None
     """A plan's file, or the replicas of each stage, as in "2-1"."""
-    minibatches: int | None
-    microbatches: int | None
-    workers: int | None
-    in_flight: str | None
-    recompute: bool
+    minibatches: int | None = None
+    microbatches: int | None = None
+    workers: int | None = None
+    in_flight: str | None = None
+    recompute: bool = False
     staleness: int = 0
     sync: str = "bsp"
 
@@ -174,7 +174,7 @@ def _options_of_program(request: TraceRequest, program: Program) -> _core.Schedu
     """Returns the schedule of a program, with the options that a program leaves open."""
     from pipedream import _core
 
-    unasked = TraceRequest(request.schedule, None, None, None, None, None, None, recompute=False)
+    unasked = TraceRequest(request.schedule)
     for name in ("stages", "plan_file", "microbatches", "workers", "in_flight", "staleness", "sync"):
         if getattr(request, name) != getattr(unasked, name):
             option = {"plan_file": "plan", "in_flight": "in-flight"}.get(name, name)
