@@ -6,6 +6,7 @@ would exceed a given limit, choose_savings() turns recompute and offloading on. 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -364,7 +365,8 @@ def choose_savings(
     if limit_bytes is None:
         return memory
     steps: list[_Step] = [_more_recompute] if recompute is None else []
-    for step in (*steps, _more_versions_offloaded, _more_activations_offloaded):
+    steps += [functools.partial(_more_offloaded, part) for part in ("versions", "activations")]
+    for step in steps:
         memory = _save(memory, step, limit_bytes)
     if memory.counted_bytes() > limit_bytes:
         raise ValueError(_does_not_fit(memory, limit_bytes))
@@ -390,16 +392,10 @@ def _more_recompute(memory: MemoryPlan) -> Iterator[MemoryPlan]:
             yield _with_recompute_at(memory, stage, True)
 
 
-def _more_versions_offloaded(memory: MemoryPlan) -> Iterator[MemoryPlan]:
+def _more_offloaded(part: str, memory: MemoryPlan) -> Iterator[MemoryPlan]:
+    """part: the field of Offload to turn on."""
     for stage in memory.plan.stages_of(memory.rank):
-        offload = memory.offload.get(stage, Offload())
-        yield memory.with_offload(stage, replace(offload, versions=True))
-
-
-def _more_activations_offloaded(memory: MemoryPlan) -> Iterator[MemoryPlan]:
-    for stage in memory.plan.stages_of(memory.rank):
-        offload = memory.offload.get(stage, Offload())
-        yield memory.with_offload(stage, replace(offload, activations=True))
+        yield memory.with_offload(stage, replace(memory.offload.get(stage, Offload()), **{part: True}))
 
 
 def _without_needless(memory: MemoryPlan, limit_bytes: int) -> MemoryPlan:

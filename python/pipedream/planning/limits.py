@@ -217,9 +217,10 @@ def make_limits(
     replicas: Sequence[int] | None,
     optimizer_copies: float,
     profile: Profile,
+    **stored: Any,
 ) -> Limits:
-    """Checks partition()'s arguments and makes the limits. Raises ValueError naming the argument that is
-    wrong.
+    """Checks partition()'s arguments and makes the limits. stored: other fields of Limits. Raises ValueError
+    naming the argument that is wrong.
     """
     num_layers = profile.num_layers
     memory_bytes: tuple[float, ...] = ()
@@ -263,6 +264,7 @@ def make_limits(
         ),
         host_bytes=float(_host_bytes(profile, num_workers)),
         num_workers=num_workers,
+        **stored,
     )
 
 

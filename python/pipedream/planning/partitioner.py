@@ -169,9 +169,6 @@ def partition(
         replicas=replicas,
         optimizer_copies=optimizer_copies,
         profile=profile,
-    )
-    limits = replace(
-        limits,
         recompute=recompute,
         sync=sync,
         staleness=staleness,
@@ -196,8 +193,8 @@ def partition(
     is_free = hides_links and memory is None
     with SearchProgress(enabled=progress) as shown:
         if chooses:
-            hidden = _with_links_hidden if is_free else _as_it_is
-            plan, problem = best_of_schedules(problem, delay_max, hidden, shown.advance)
+            finished = _with_links_hidden if is_free else None
+            plan, problem = best_of_schedules(problem, delay_max, finished, shown.advance)
         else:
             plan = best_plan(problem, shown.advance)
     if not chooses and is_free and problem.rules.has_cost_formulas:
@@ -206,10 +203,6 @@ def partition(
         plan = compared_with_factors(plan, problem, asked)
     plan = _with_alternatives(plan, problem)
     return with_spares(plan, spare_workers, problem.formula_figures_of, problem.simulated_ms)
-
-
-def _as_it_is(plan: Plan, problem: PlanProblem) -> Plan:
-    return plan
 
 
 def _with_links_hidden(plan: Plan, problem: PlanProblem) -> Plan:
@@ -248,7 +241,8 @@ def _with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
     def one_at_a_time_ms(stages: Stages) -> float:
         if not free.is_simulated:
             boundary_ms = free.formula_plan(stages).predicted["boundary_ms"]
-            return _model_parallel_ms(free.limits.slowed(free.profile, stages), boundary_ms)
+            # By the paper's figures: all layers' times, and every boundary's times in both directions.
+            return free.limits.slowed(free.profile, stages).compute_ms + float(sum(boundary_ms))
         return replace(free, schedule="model_parallel").simulated_plan(stages).bottleneck_ms or 0.0
 
     whole = Stage(0, problem.profile.num_layers - 1)
@@ -268,13 +262,6 @@ def _with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
     if problem.limits.memory_bytes:
         figures["without_room"] = [name for name, stages in others.items() if not problem.has_room(stages)]
     return replace(plan, predicted=plan.predicted | figures)
-
-
-def _model_parallel_ms(profile: Profile, boundary_ms: Sequence[float]) -> float:
-    """Returns milliseconds per minibatch by the paper's figures: the sum of all layers' times and of every
-    boundary's times in both directions.
-    """
-    return profile.compute_ms + sum(boundary_ms)
 
 
 class SearchProgress:

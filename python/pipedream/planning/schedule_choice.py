@@ -69,7 +69,7 @@ class _Candidate:
 def best_of_schedules(
     problem: PlanProblem,
     delay_max: float,
-    finished: Callable[[Plan, PlanProblem], Plan],
+    finished: Callable[[Plan, PlanProblem], Plan] | None,
     on_plan: OnPlan | None = None,
 ) -> tuple[Plan, PlanProblem]:
     """Returns the plan with the best schedule and number of microbatches, and the problem with both filled
@@ -118,12 +118,18 @@ def best_of_schedules(
 
 
 def _finished(
-    plan: Plan, problem: PlanProblem, finished: Callable[[Plan, PlanProblem], Plan], delay_max: float
+    plan: Plan,
+    problem: PlanProblem,
+    finished: Callable[[Plan, PlanProblem], Plan] | None,
+    delay_max: float,
 ) -> _Candidate:
     """Applies `finished`, which may put more minibatches in flight and so raise the delay. Its result is
     dropped if it raises the delay above delay_max.
     """
-    plain, raised = _looked_at(plan, problem), _looked_at(finished(plan, problem), problem)
+    plain = _looked_at(plan, problem)
+    if finished is None:
+        return plain
+    raised = _looked_at(finished(plan, problem), problem)
     return plain if plain.delay <= delay_max < raised.delay else raised
 
 
