@@ -55,8 +55,8 @@ class Watch {
   void wake() { wake_fd_.set(); }
   // Sleeps until wake(), until a descriptor is readable, until timeout_ms have passed (-1: no limit), or
   // until a signal arrives. One wake() ends one sleep. Returns the names of the readable descriptors, valid
-  // until the next call. If there are kNumNamesMax of them, or one fewer together with a wake-up, more may be
-  // readable, and this thread must call again.
+  // until the next call. More descriptors may be readable if the names are kNumNamesMax, or one fewer and a
+  // wake() ended the sleep. This thread must then call again.
   [[nodiscard]] std::span<const std::uint64_t> sleep(int timeout_ms);
 
  private:

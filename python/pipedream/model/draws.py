@@ -160,8 +160,8 @@ class SeenDraws:
 
 
 def _start_of_layer(layer_index: int) -> int:
-    """Returns the draws' position of the layer before this one, in a list of layers; 0 for the first layer.
-    Layer i draws at the position (i + 1) << _NEXT_BITS.
+    """Returns the position in the random numbers at which the layer before this one draws. 0 for the first
+    layer. Layer i of a list of layers draws at the position (i + 1) << _NEXT_BITS.
     """
     return layer_index << _NEXT_BITS
 

@@ -1,7 +1,8 @@
 """Records the times at which tensors were on their way between stages, and draws them in a trace. An item is
 the tensors of one microbatch in one channel.
 
-Plain values that are sent as JSON; any thread. Source of the times: csrc/channel/transfer.h.
+The core measures the times (csrc/channel/transfer.h). The classes hold plain values that are sent as JSON,
+and may be used on any thread.
 """
 
 from __future__ import annotations

@@ -146,7 +146,8 @@ class StageZeroGate:
         return True
 
     def _begin_run(self, group: int) -> bool:
-        """Decides which events are due before the first group of the run. Returns what admits() returns."""
+        """Decides which events are due before the first group of the run. Returns True if the group may
+        begin. Returns False if the run ends here, or if an evaluation comes first."""
         if self._begins_with & STOP:
             return self._end(group, self._begins_with)
         if self._source.num_minibatches < group + self._group_size:

@@ -115,7 +115,8 @@ def _place_in_file(array: np.memmap[Any, Any]) -> tuple[str, str, int] | None:
     if mapping is None or filename is None or mode not in ("r", "r+", "w+") or not os.path.isfile(filename):
         return None
     begin = np.frombuffer(mapping, dtype=np.uint8).__array_interface__["data"][0]
-    # A slice of a mapped array has the offset of the whole array. The mapping begins at that offset's page.
+    # array.offset is where the whole mapped array begins in the file, even if `array` is a slice of it. The
+    # mapping begins at the start of that page.
     first = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     offset = first + array.__array_interface__["data"][0] - begin
     return os.path.abspath(filename), "r" if mode == "r" else "r+", offset
