@@ -144,15 +144,15 @@ def _show_checkpoint(fields: dict[str, Any]) -> str:
 
 
 def _row_of(part: Part, manifest: Manifest) -> list[str]:
-    stage = manifest.header.plan["stages"][part.stage_index]
+    stage = manifest.header.plan["stages"][part.stage]
     versions = sorted(file.version or 0 for file in part.of_kind("version"))
-    num_weights = sum(file.num_bytes for file in (*part.newest_weights, *part.of_kind("frozen")))
-    num_optimizer = sum(file.num_bytes for file in part.of_kind("optimizer"))
-    num_other = sum(file.num_bytes for file in part.files) - num_weights - num_optimizer
+    num_weights = sum(file.bytes for file in (*part.newest_weights, *part.of_kind("frozen")))
+    num_optimizer = sum(file.bytes for file in part.of_kind("optimizer"))
+    num_other = sum(file.bytes for file in part.files) - num_weights - num_optimizer
     sizes = (num_weights, num_optimizer, num_other)
     return [
-        str(part.stage_index),
-        str(part.replica_index),
+        str(part.stage),
+        str(part.replica),
         f"{stage['first_layer']}-{stage['last_layer']}",
         ", ".join(map(str, versions)),
         *(format_bytes(num_bytes) if num_bytes else "" for num_bytes in sizes),

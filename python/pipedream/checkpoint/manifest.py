@@ -26,7 +26,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from pipedream.common.document import check_format, check_list, check_object, check_text, check_whole, require
+from pipedream.common.document import (
+    check_format,
+    check_list,
+    check_object,
+    check_text,
+    check_whole,
+    read_value,
+    require,
+    write_value,
+)
 from pipedream.common.errors import FileFormatError
 from pipedream.planning.plan import Plan
 
@@ -64,20 +73,25 @@ class PartFile:
     """"version", "tied", "frozen", "buffers", "optimizer", "residuals", "tensors" (tensors to which the
     part's JSON refers), "record" (losses, samples and epochs of earlier minibatches), or "state" (a part's
     JSON)."""
-    num_bytes: int
-    crc32: int
+    bytes: int
+    crc32: str
+    """Of the content, in hexadecimal digits."""
     version: int | None = None
     """The weight version in a file of kind "version" or "tied"; otherwise None."""
     owner: int | None = None
     """The stage that owns the shared parameters in a file of kind "tied"; otherwise None."""
+
+    def __post_init__(self) -> None:
+        if os.path.basename(self.name) != self.name or self.name in ("", ".", ".."):
+            raise ValueError(f"name is {self.name!r}: it must be a file of the checkpoint's own folder")
 
 
 @dataclass(frozen=True)
 class Part:
     """The files that one stage's replica has written."""
 
-    stage_index: int
-    replica_index: int
+    stage: int
+    replica: int
     files: tuple[PartFile, ...]
 
     def of_kind(self, kind: str) -> list[PartFile]:
@@ -92,7 +106,7 @@ class Part:
     def newest_of_kind(self, kind: str) -> list[PartFile]:
         """Returns the newest file of kind "version" or "tied", in a list. Empty if the stage owns no such
         parameters."""
-        files = [file for file in self.of_kind(kind) if file.owner in (None, self.stage_index)]
+        files = [file for file in self.of_kind(kind) if file.owner in (None, self.stage)]
         return [max(files, key=lambda file: file.version or 0)] if files else []
 
 
@@ -129,14 +143,11 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Bytes of all files, without the manifest itself."""
-        return sum(file.num_bytes for file in self.files)
+        return sum(file.bytes for file in self.files)
 
     def to_dict(self) -> dict[str, Any]:
-        parts = [
-            {"stage": part.stage_index, "replica": part.replica_index, "files": _files_to_list(part.files)}
-            for part in self.parts
-        ]
-        return {"format": f"pipedream.{_KIND}/{_VERSION}"} | _header_to_dict(self.header) | {"parts": parts}
+        format_ = {"format": f"pipedream.{_KIND}/{_VERSION}"}
+        return format_ | _header_to_dict(self.header) | {"parts": write_value(self.parts)}
 
 
 class _Checksummed:
@@ -185,7 +196,7 @@ def write_whole(
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    return PartFile(path.name, kind, checked.num_bytes, checked.crc32, version, owner)
+    return PartFile(path.name, kind, checked.num_bytes, _hexadecimal(checked.crc32), version, owner)
 
 
 def part_name(stage_index: int, replica_index: int) -> str:
@@ -206,13 +217,11 @@ def write_part(
     state: all state that is not in tensors; its floats may be infinite or NaN. lasts: see write_whole()."""
     fields = {
         "format": f"pipedream.{_PART_KIND}/{_VERSION}",
-        "stage": part.stage_index,
-        "replica": part.replica_index,
-        "files": _files_to_list(part.files),
+        **write_value(part),
         "checkpoint": _header_to_dict(header) | {"parts": [list(place) for place in header.parts]},
         "state": _finite(state),
     }
-    path = part_path(folder, part.stage_index, part.replica_index)
+    path = part_path(folder, part.stage, part.replica)
     write_whole(path, "state", lambda file: file.write(_to_bytes(fields)), lasts=lasts)
     if lasts:
         _sync_folder(folder)
@@ -241,8 +250,8 @@ def _joined(folder: Path) -> Manifest | None:
         if header is None or header.epoch is None:
             header = of_part
         content = path.read_bytes()
-        own = PartFile(path.name, "state", len(content), zlib.crc32(content))
-        known[part.stage_index, part.replica_index] = replace(part, files=(*part.files, own))
+        own = PartFile(path.name, "state", len(content), _hexadecimal(zlib.crc32(content)))
+        known[part.stage, part.replica] = replace(part, files=(*part.files, own))
     if header is None or set(known) != set(header.parts):
         return None
     return Manifest(header, tuple(known[place] for place in header.parts))
@@ -262,11 +271,11 @@ def read_part(path: Path) -> tuple[Header, Part, dict[str, Any]]:
     fields = _read(path, _PART_KIND)
 
     def parse() -> tuple[Header, Part, dict[str, Any]]:
-        require(fields, ("stage", "replica", "files", "checkpoint", "state"), "")
+        require(fields, ("checkpoint", "state"), "")
         header = check_object("checkpoint", fields["checkpoint"])
         require(header, ("parts",), "checkpoint.")
         places = [tuple(check_list("checkpoint.parts", place)) for place in header["parts"]]
-        return _header_of(header, places), _part_of(fields, ""), _restored(fields["state"])
+        return _header_of(header, places), read_value("part", fields, Part), _restored(fields["state"])
 
     return _told_for(path, parse)
 
@@ -284,8 +293,8 @@ def problems_of(folder: Path, manifest: Manifest, *, checksums: bool = True) -> 
         path = folder / file.name
         try:
             num_bytes = path.stat().st_size
-            if num_bytes != file.num_bytes:
-                found.append(f"{path} has {num_bytes} bytes and was written with {file.num_bytes}")
+            if num_bytes != file.bytes:
+                found.append(f"{path} has {num_bytes} bytes and was written with {file.bytes}")
             elif checksums and _crc32_of(path) != file.crc32:
                 found.append(f"{path} is corrupted: its checksum differs from the one in {MANIFEST_NAME}")
         except FileNotFoundError:
@@ -307,12 +316,16 @@ def _is_of_its_parts(folder: Path, manifest: Manifest) -> bool:
     return joined is not None and joined.to_dict() == manifest.to_dict()
 
 
-def _crc32_of(path: Path) -> int:
+def _crc32_of(path: Path) -> str:
     crc32 = 0
     with path.open("rb") as file:
         while content := file.read(_CHUNK_BYTES):
             crc32 = zlib.crc32(content, crc32)
-    return crc32
+    return _hexadecimal(crc32)
+
+
+def _hexadecimal(crc32: int) -> str:
+    return f"{crc32:08x}"
 
 
 def _sync_folder(folder: Path) -> None:
@@ -373,60 +386,13 @@ def _header_of(fields: Mapping[str, Any], places: Iterable[Any]) -> Header:
 
 def _manifest_of(fields: Mapping[str, Any]) -> Manifest:
     require(fields, ("parts",), "")
-    parts = tuple(
-        _part_of(check_object(f"parts[{i}]", part), f"parts[{i}].")
-        for i, part in enumerate(check_list("parts", fields["parts"]))
-    )
-    header = _header_of(fields, [(part.stage_index, part.replica_index) for part in parts])
+    parts = read_value("parts", fields["parts"], tuple[Part, ...])
+    header = _header_of(fields, [(part.stage, part.replica) for part in parts])
     num_stages = Plan.from_dict(header.plan, source="plan").num_stages
-    stages = sorted({part.stage_index for part in parts})
+    stages = sorted({part.stage for part in parts})
     if stages != list(range(num_stages)):
         raise ValueError(f"parts has stages {stages}, and the plan has 0 to {num_stages - 1}")
     return Manifest(header, parts)
-
-
-def _part_of(fields: Mapping[str, Any], where: str) -> Part:
-    require(fields, ("stage", "replica", "files"), where)
-    files = [
-        _file_of(check_object(f"{where}files[{i}]", file), f"{where}files[{i}].")
-        for i, file in enumerate(check_list(f"{where}files", fields["files"]))
-    ]
-    return Part(
-        check_whole(f"{where}stage", fields["stage"]),
-        check_whole(f"{where}replica", fields["replica"]),
-        tuple(files),
-    )
-
-
-def _file_of(fields: Mapping[str, Any], where: str) -> PartFile:
-    require(fields, ("name", "kind", "bytes", "crc32"), where)
-    name = check_text(f"{where}name", fields["name"])
-    if os.path.basename(name) != name or name in ("", ".", ".."):
-        raise ValueError(f"{where}name is {name!r}: it must be a file of the checkpoint's own folder")
-    version, owner = (
-        None if fields.get(field) is None else check_whole(f"{where}{field}", fields[field])
-        for field in ("version", "owner")
-    )
-    return PartFile(
-        name,
-        check_text(f"{where}kind", fields["kind"]),
-        check_whole(f"{where}bytes", fields["bytes"]),
-        int(check_text(f"{where}crc32", fields["crc32"]), 16),
-        version,
-        owner,
-    )
-
-
-def _files_to_list(files: Iterable[PartFile]) -> list[dict[str, Any]]:
-    return [
-        {"name": file.name, "kind": file.kind, "bytes": file.num_bytes, "crc32": f"{file.crc32:08x}"}
-        | {
-            field: value
-            for field, value in (("version", file.version), ("owner", file.owner))
-            if value is not None
-        }
-        for file in files
-    ]
 
 
 def _finite(value: Any) -> Any:

@@ -110,7 +110,7 @@ def state_of(snapshot: StageSnapshot) -> dict[str, Any]:
 
 def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
     """Reads a part's snapshot, the reverse of contents_of() and state_of(). Its tensors are copies."""
-    state = read_part_state(folder, part.stage_index, part.replica_index)
+    state = read_part_state(folder, part.stage, part.replica)
     strides: dict[str, list[int]] = state[_STRIDES]
 
     def read(kind: str, version: int | None = None, owner: int | None = None) -> dict[str, Tensor]:
@@ -123,8 +123,8 @@ def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
     fields: dict[str, Any] = {kind: read(kind) for kind in _KINDS}
     fields |= {name: state[name] for name in _PLAIN_FIELDS}
     return StageSnapshot(
-        stage_index=part.stage_index,
-        replica_index=part.replica_index,
+        stage_index=part.stage,
+        replica_index=part.replica,
         versions={version: read("version", version) for version in state["versions"]},
         tied={
             int(owner): {version: read("tied", version, int(owner)) for version in versions}
@@ -178,7 +178,7 @@ def write_snapshot(folder: Path, snapshot: StageSnapshot) -> None:
 def read_snapshots(folder: Path) -> list[StageSnapshot]:
     """Reads all snapshots that write_snapshot() wrote into the folder, in the order of their stages."""
     parts = [read_part(path)[1] for path in folder.glob("stage-*.json")]
-    parts.sort(key=lambda part: (part.stage_index, part.replica_index))
+    parts.sort(key=lambda part: (part.stage, part.replica))
     return [read_snapshot(folder, part) for part in parts]
 
 

@@ -153,7 +153,7 @@ def export_checkpoint(
         "minibatch": manifest.header.minibatch,
         "output": os.fspath(target),
         "tensors": len(state),
-        "bytes": written.num_bytes,
+        "bytes": written.bytes,
         "unused": unused,
     }
 
@@ -162,7 +162,7 @@ def read_averages(checkpoint: Path, manifest: Manifest) -> tuple[dict[str, Tenso
     """Returns the averages of callbacks.EMA by full parameter name, and the number of versions in them.
     Returns ({}, 0) if the run kept no averages.
     """
-    of_parts = [read_part_state(checkpoint, part.stage_index, part.replica_index) for part in manifest.parts]
+    of_parts = [read_part_state(checkpoint, part.stage, part.replica) for part in manifest.parts]
     count = max(state.get("optimizer_document", {}).get("averaged", 0) for state in of_parts)
     if not count:
         return {}, 0
@@ -196,7 +196,7 @@ def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool =
 
 def _stages_of(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[list[Part], dict[str, Any]]]:
     """Yields for each stage its replicas' parts, and its names_of_stage()."""
-    for stage_index, parts in itertools.groupby(manifest.parts, lambda part: part.stage_index):
+    for stage_index, parts in itertools.groupby(manifest.parts, lambda part: part.stage):
         yield [*parts], read_part_state(checkpoint, stage_index)[NAMES]
 
 

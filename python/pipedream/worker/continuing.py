@@ -187,7 +187,7 @@ class _CheckpointState(RunState):
         """Returns a stage's versions as whole parameters. If replicas have shards, the newest version is put
         together from the pieces of all replicas. Older versions are whole at the first replica. own: the
         versions of one replica. kind: the kind of the files."""
-        parts = [part for part in self._manifest.parts if part.stage_index == stage]
+        parts = [part for part in self._manifest.parts if part.stage == stage]
         files = [file for part in parts for file in part.newest_of_kind(kind)]
         newest = read_kind(self._checkpoint, files)
         if not has_pieces(newest):
@@ -233,8 +233,8 @@ def read_record(continued: Continued | None) -> dict[str, list[Any]]:
         return {}
     checkpoint = Path(continued.path)
     manifest = read_manifest(checkpoint)
-    last = max(part.stage_index for part in manifest.parts)
-    of_last = [_read_record_of(checkpoint, part) for part in manifest.parts if part.stage_index == last]
+    last = max(part.stage for part in manifest.parts)
+    of_last = [_read_record_of(checkpoint, part) for part in manifest.parts if part.stage == last]
     of_first = _read_record_of(checkpoint, manifest.parts[0])
     losses = losses_of([record["losses"] for record in of_last], manifest.header.microbatches)
     record = {
@@ -304,9 +304,9 @@ def read_averages_of(continued: Continued | None) -> tuple[dict[str, Tensor], in
 
 def _state_of_last(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
     """Returns the state, without tensors, of the last stage's first replica."""
-    last = max(part.stage_index for part in manifest.parts)
+    last = max(part.stage for part in manifest.parts)
     return read_part_state(checkpoint, last)
 
 
 def _parts_by_place(manifest: Manifest) -> dict[tuple[int, int], Part]:
-    return {(part.stage_index, part.replica_index): part for part in manifest.parts}
+    return {(part.stage, part.replica): part for part in manifest.parts}

@@ -40,7 +40,7 @@ def test_a_manifest_says_what_was_written(tmp_path: Path) -> None:
     (folder,) = _write(tmp_path, 6)
     manifest = read_manifest(folder)
     assert manifest.header == header_of(PLAN, 6)
-    assert [(part.stage_index, part.replica_index) for part in manifest.parts] == [(0, 0), (1, 0), (1, 1)]
+    assert [(part.stage, part.replica) for part in manifest.parts] == [(0, 0), (1, 0), (1, 1)]
     assert {file.name for file in manifest.files} | {"checkpoint.json"} == {
         path.name for path in folder.iterdir()
     }
