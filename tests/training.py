@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import pipedream
 import torch
 from models import CASES, LARGE_CASES, Batch, Case
 from pipedream import RunResult, _core, reference
+from pipedream.model.batches import call_model, parts_of
 from pipedream.planning.plan import Plan
 from torch import nn
 from torch.utils.data import DataLoader
@@ -149,6 +150,17 @@ class CountingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+class Unsized:
+    """Minibatches that can be iterated again, but have no len(). So nobody knows the largest one before the
+    run."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = list(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
 def train_in_pipeline(training: Training, **options: Any) -> tuple[RunResult, State]:
     """Runs a rank's part, or a whole local run. Only rank 0 gives the right initial weights."""
     model = training.model()
@@ -227,6 +239,25 @@ def accumulate(model: nn.Module, training: Training, inputs: Any, targets: Any) 
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total
+
+
+def train_module_plainly(
+    model: nn.Module,
+    data: Iterable[Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+) -> list[float]:
+    """Trains any module in a plain loop, on whatever run() takes as data."""
+    optimizer = make_optimizer(model.parameters())
+    losses = []
+    for minibatch, batch in enumerate(data):
+        inputs, targets = parts_of(batch, minibatch)
+        optimizer.zero_grad()
+        loss = loss_fn(call_model(model, inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
 
 
 def tolerance(dtype: torch.dtype) -> float:

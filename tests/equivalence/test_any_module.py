@@ -16,12 +16,20 @@ from farm import Farm
 from models import straight_plan
 from oracle import assert_memory_as_predicted
 from pipedream import RunResult, reference
-from pipedream.model.batches import call_model, own_loss, parts_of
+from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.planning.plan import Plan
 from pipedream.splitting.cut_model import cut_model
 from torch import nn
-from training import State, assert_close_losses, assert_close_state, is_rank_0, state_of, tolerance
+from training import (
+    State,
+    assert_close_losses,
+    assert_close_state,
+    is_rank_0,
+    state_of,
+    tolerance,
+    train_module_plainly,
+)
 from twins import TWINS, Batch, Output, Padded, Skipping, cross_entropy, padded_vectors
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -57,16 +65,7 @@ def _train(
 def _train_plainly(
     model: nn.Module, data: Iterable[Any], loss_fn: Callable[[Any, Any], torch.Tensor] = cross_entropy
 ) -> list[float]:
-    optimizer = _SGD(model.parameters())
-    losses = []
-    for minibatch, batch in enumerate(data):
-        inputs, targets = parts_of(batch, minibatch)
-        optimizer.zero_grad()
-        loss = loss_fn(call_model(model, inputs), targets)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    return losses
+    return train_module_plainly(model, data, loss_fn, _SGD)
 
 
 def _without_draws() -> list[str]:

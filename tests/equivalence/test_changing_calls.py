@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,9 @@ from networks import bart_with_layer_drop
 from pipedream import RunResult, reference
 from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.planning.plan import Plan
-from pipedream.profiling.timed_passes import LossFunction
 from pipedream.splitting.cut_model import CutModel, cut_model
 from torch import nn
-from training import State, assert_close_losses, assert_close_state, state_of
+from training import State, assert_close_losses, assert_close_state, state_of, train_module_plainly
 from twins import CHANGING, cross_entropy
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -58,19 +56,6 @@ def _train(name: str, plan: Plan, **options: Any) -> tuple[RunResult, State]:
     return result, model.state_dict()
 
 
-def _train_plainly(model: nn.Module, data: Iterable[Any], loss_fn: LossFunction) -> list[float]:
-    optimizer = _SGD(model.parameters())
-    losses = []
-    for minibatch, batch in enumerate(data):
-        inputs, targets = parts_of(batch, minibatch)
-        optimizer.zero_grad()
-        loss = loss_fn(call_model(model, inputs), targets)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    return losses
-
-
 @pytest.mark.parametrize(
     ("name", "cuts"),
     [
@@ -90,7 +75,7 @@ def test_what_a_later_minibatch_calls_or_leaves_out_within_a_stage_trains_as_in_
         0
     ]
     model = CHANGING[name].model()
-    losses = _train_plainly(model, _data(name), cross_entropy)
+    losses = train_module_plainly(model, _data(name), cross_entropy, _SGD)
     assert_close_losses(result.losses, losses, _RELATIVE)
     assert_close_state(state, state_of(model), _RELATIVE)
 
@@ -138,7 +123,7 @@ def test_bart_with_layer_drop_trains_as_in_a_plain_loop(farm: Farm, cuts: tuple[
     num_stages = len(cuts) + 1
     plan = replace(Plan.straight(num_stages, num_stages), cuts=cuts)
     result, state = farm.results(_train_bart, plan, num_ranks=num_stages)[0]
-    losses = _train_plainly(model, data, own_loss)
+    losses = train_module_plainly(model, data, own_loss, _SGD)
     assert_close_losses(result.losses, losses, _RELATIVE)
     # The gradient of an attention's key bias is only rounding error, so this bias is not compared.
     expected = {name: tensor for name, tensor in state_of(model).items() if "k_proj.bias" not in name}

@@ -19,6 +19,7 @@ from training import (
     OPTIMIZERS,
     State,
     Training,
+    Unsized,
     assert_close_losses,
     assert_close_state,
     train_in_pipeline,
@@ -87,16 +88,6 @@ def test_without_a_seed_the_run_goes_on_from_rank_0s_generators(farm: Farm, num_
     torch.manual_seed(1)
     other = reference.run(training.model(), training.plan, **training.options())
     assert other.losses != expected.losses
-
-
-class Unsized:
-    """Minibatches that can be iterated again, but have no len()."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Any:
-        yield from self._batches
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2, 6])

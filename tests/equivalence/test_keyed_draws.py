@@ -119,17 +119,20 @@ def _data() -> list[tuple[Tensor, Tensor]]:
     return [(tokens, tokens.roll(1, 1)) for tokens in made[:4]]
 
 
+def _cut(cuts: tuple[str, ...] | None, plan: Plan, *, checkpoints: bool = False) -> tuple[nn.Module, Plan]:
+    """Returns the model, or its layers if `cuts` is None, and the plan with the cuts."""
+    torch.manual_seed(1)
+    model = Network(checkpoints=checkpoints).double()
+    if cuts is None:
+        return nn.Sequential(model.words, model.drop, *model.blocks, model.head), plan
+    return model, Plan(plan.stages, cuts=cuts)
+
+
 def _train(
     cuts: tuple[str, ...] | None, plan: Plan, *, checkpoints: bool = False, **options: Any
 ) -> tuple[list[float], State]:
     """cuts: where the model is cut. None trains a list of layers."""
-    torch.manual_seed(1)
-    model: nn.Module = Network(checkpoints=checkpoints).double()
-    if cuts is None:
-        assert isinstance(model, Network)
-        model = nn.Sequential(model.words, model.drop, *model.blocks, model.head)
-    else:
-        plan = Plan(plan.stages, cuts=cuts)
+    model, plan = _cut(cuts, plan, checkpoints=checkpoints)
     options = {"schedule": "flush", "microbatches": 2, "seed": 5, "progress": False} | options
     result = pipedream.run(model, plan, data=_data(), loss_fn=_noisy_loss, optimizer=_SGD, **options)
     return list(result.losses), state_of(model)
@@ -147,13 +150,7 @@ def _plan(*last_layers: int, replicas: tuple[int, ...] = ()) -> Plan:
 
 
 def _reference(cuts: tuple[str, ...] | None, plan: Plan, **options: Any) -> tuple[list[float], State]:
-    torch.manual_seed(1)
-    model: nn.Module = Network().double()
-    if cuts is None:
-        assert isinstance(model, Network)
-        model = nn.Sequential(model.words, model.drop, *model.blocks, model.head)
-    else:
-        plan = Plan(plan.stages, cuts=cuts)
+    model, plan = _cut(cuts, plan)
     options = {"schedule": "flush", "microbatches": 2, "seed": 5} | options
     result = reference.run(model, plan, data=_data(), loss_fn=_noisy_loss, optimizer=_SGD, **options)
     return result.losses, state_of(model)

@@ -114,18 +114,9 @@ def test_given_microbatches_accumulate_gradients_as_a_plain_loop_does(farm: Farm
     data = [*_Given(training, *_SIZES)]
     result, state = farm.results(train_in_pipeline, training, num_ranks=2, data=data)[0]
     assert result.drained_at == []  # a list's largest is known
-    model = training.model()
-    optimizer, losses = training.optimizer(model.parameters()), []
-    for minibatch in data:
-        optimizer.zero_grad()
-        count = sum(len(targets) for _, targets in minibatch)
-        parts = [training.case.loss_fn(model(i), t) * (len(t) / count) for i, t in minibatch]
-        loss = torch.stack(parts).sum()
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
+    losses, expected = _accumulate(training, data)
     assert_close_losses(result.losses, losses, 1e-9)
-    assert_close_state(state, state_of(model), 1e-9)
+    assert_close_state(state, expected, 1e-9)
 
 
 def _accumulate(training: Training, data: Iterable[Microbatches]) -> tuple[list[float], State]:

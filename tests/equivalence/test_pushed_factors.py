@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pipedream
@@ -17,6 +16,7 @@ from pipedream import reference
 from training import (
     OPTIMIZERS,
     Training,
+    Unsized,
     assert_equal_state,
     model_of_oracle,
     state_of,
@@ -127,16 +127,6 @@ def test_as_many_bytes_are_saved_as_factors_are_smaller(farm: Farm, case_name: s
     assert saved > 0.2 * of_weights * num_elements
 
 
-class _Unsized:
-    """Data without a length, so that nobody knows the largest minibatch before the run."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = list(batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-
 def _with_a_larger_one(training: Training) -> list[Any]:
     batches = list(training.data())
     return [*batches[:2], tuple(torch.cat([part, part]) for part in batches[2]), *batches[3:]]
@@ -161,7 +151,7 @@ def test_a_minibatch_with_more_rows_is_planned_for_and_what_was_chosen_stays_fac
     farm: Farm, case_name: str, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
     training = _training(case_name, replicas, **how)
-    data = _Unsized(_with_a_larger_one(training))
+    data = Unsized(_with_a_larger_one(training))
     found = farm.results(
         train_in_pipeline, training, data=data, codec=_FACTORS, num_ranks=training.num_workers
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from training import (
     CountingSGD,
     Overflowing,
     Training,
+    Unsized,
     assert_close_losses,
     assert_close_state,
     train_by_reference,
@@ -235,7 +235,7 @@ def test_data_parallel_clips_the_mean_however_short_the_last_round_is(
     training = _training(
         "mlp", (3,), schedule="data_parallel", max_grad_norm=0.02, num_minibatches=num_minibatches
     )
-    assert_equals_reference(farm, training, data=_Unsized(training.data()))
+    assert_equals_reference(farm, training, data=Unsized(training.data()))
 
 
 @pytest.mark.parametrize(("schedule", "replicas"), _OF_NORMS, ids=str)
@@ -392,23 +392,13 @@ def test_gradients_that_share_memory_are_clipped_and_added_up_once(
     assert_close_state(state, model.state_dict(), 1e-6)
 
 
-class _Unsized:
-    """Minibatches that can be iterated again, but have no len()."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = list(batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-
 @pytest.mark.parametrize("num_minibatches", [1, 2, 5, 6])
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 3), (2, 2)], ids=["2-1", "1-3", "2-2"])
 def test_the_end_of_data_without_a_length_is_found_in_any_round(
     farm: Farm, replicas: tuple[int, ...], num_minibatches: int
 ) -> None:
     training = _training("mlp", replicas, num_minibatches=num_minibatches)
-    assert_equals_reference(farm, training, data=_Unsized(training.data()))
+    assert_equals_reference(farm, training, data=Unsized(training.data()))
 
 
 def test_epochs_do_not_end_a_round(farm: Farm) -> None:
@@ -469,7 +459,7 @@ def _train_with_encoded_pushes(
     result = pipedream.run(
         model,
         pipedream.Plan((stage,)),
-        data=_Unsized(data) if grows else data,
+        data=Unsized(data) if grows else data,
         loss_fn=nn.functional.mse_loss,
         optimizer=functools.partial(torch.optim.SGD, lr=0.5),
         codec={"pushes": codec},
@@ -578,7 +568,7 @@ def test_replicas_that_reduce_together_find_the_end_in_any_round(
     schedule = "data_parallel" if len(replicas) == 1 else "pipedream"
     how: dict[str, Any] = {"sync": "allreduce", "schedule": schedule, "num_minibatches": num_minibatches}
     training = _training("mlp", replicas, **how)
-    assert_equals_reference(farm, training, data=_Unsized(training.data()))
+    assert_equals_reference(farm, training, data=Unsized(training.data()))
 
 
 def test_local_workers_reduce_together() -> None:
@@ -621,7 +611,7 @@ def test_data_parallel_replicas_update_alone_to_the_end_of_any_round(
 ) -> None:
     how: dict[str, Any] = {"schedule": "data_parallel", "num_minibatches": num_minibatches}
     training = _training("mlp", (3,), sync_every=2, **how)
-    assert_equals_reference(farm, training, data=_Unsized(training.data()))
+    assert_equals_reference(farm, training, data=Unsized(training.data()))
 
 
 def test_native_optimizers_update_alone(farm: Farm) -> None:

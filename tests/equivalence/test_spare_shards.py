@@ -14,6 +14,7 @@ from oracle import assert_equals_reference, assert_memory_as_predicted
 from training import (
     OPTIMIZERS,
     Training,
+    Unsized,
     assert_close_losses,
     assert_close_state,
     train_by_reference,
@@ -104,23 +105,13 @@ def test_schedulers_step_at_spares_as_at_replicas(farm: Farm) -> None:
     assert_equals_reference(farm, _training("mlp", (2, 1), (1, 0), lr_scheduler=scheduler))
 
 
-class _Unsized:
-    """Minibatches that can be iterated again, but have no len()."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = list(batches)
-
-    def __iter__(self) -> Any:
-        return iter(self._batches)
-
-
 @pytest.mark.parametrize("num_minibatches", [1, 2, 5, 6])
 @pytest.mark.parametrize("plan", [((2, 1), (1, 0)), ((1, 3), (0, 1))], ids=_name_of)
 def test_a_spare_learns_of_the_end_of_data_in_any_round(
     farm: Farm, plan: tuple[tuple[int, ...], tuple[int, ...]], num_minibatches: int
 ) -> None:
     training = _training("mlp", *plan, num_minibatches=num_minibatches)
-    assert_equals_reference(farm, training, data=_Unsized(training.data()))
+    assert_equals_reference(farm, training, data=Unsized(training.data()))
 
 
 def test_what_the_caller_iterates_goes_to_replicas_alone() -> None:

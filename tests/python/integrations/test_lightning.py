@@ -389,22 +389,10 @@ def test_arguments_of_a_script_for_one_device_are_taken(
         front.fit(net(), *loaders(), plan=plan, accelerator="gpu", devices=1)
 
 
-def test_hooks_that_would_not_be_called_are_refused_by_name() -> None:
-    class Own(Net):
-        def on_before_optimizer_step(self, optimizer: Any) -> None: ...
-
-    class Between(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
-
+def test_manual_optimization_is_refused() -> None:
     class Manual(Net):
         automatic_optimization = False
 
-    with pytest.raises(ValueError, match=r"Own\.on_before_optimizer_step would not be called"):
-        front.fit(Own(), *loaders())
-    with pytest.raises(
-        ValueError, match=r"Between\.on_train_batch_start would not be called in a pipeline: w"
-    ):
-        front.fit(Between(), *loaders())
     with pytest.raises(ValueError, match="automatic_optimization"):
         front.fit(Manual(), *loaders())
 
@@ -469,25 +457,3 @@ def test_a_callback_that_acts_between_batches_hears_of_it(
     for heard in farm.results(what_happens, tmp_path, saves=saves, num_ranks=2):
         assert message in heard
     assert not (tmp_path / "early.ckpt").exists()
-
-
-@pytest.mark.parametrize("step", ["training_step", "validation_step"])
-def test_a_step_that_collects_what_stays_in_the_workers_is_refused(tmp_path: Path, step: str) -> None:
-    class Collecting(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outs: dict[str, list[Any]] = {"kept": []}
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if step == "training_step":
-                self.outs["kept"].append(batch_idx)
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            if step == "validation_step":
-                self.outs["kept"].append(batch_idx)
-            super().validation_step(batch, batch_idx)
-
-    plan = pipedream.Plan.straight(NUM_LAYERS, 2)
-    with pytest.raises(ValueError, match=rf"{step} changes self\.outs, which stays in the workers: use self"):
-        front.fit(Collecting().double(), *loaders(), plan=plan, **arguments(tmp_path))

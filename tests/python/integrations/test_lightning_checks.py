@@ -154,7 +154,13 @@ class Counting(Net):
     def __init__(self, kind: str, step: str) -> None:
         super().__init__()
         self.step = step
-        self.total: Any = {"number": 0.0, "tensor": torch.zeros(()), "dict": {"sum": 0.0}, "last": None}[kind]
+        self.total: Any = {
+            "number": 0.0,
+            "tensor": torch.zeros(()),
+            "dict": {"sum": 0.0},
+            "lists": {"kept": []},
+            "last": None,
+        }[kind]
         self.kind = kind
 
     def _count(self, step: str, value: Tensor) -> None:
@@ -162,6 +168,8 @@ class Counting(Net):
             return
         if self.kind == "dict":
             self.total["sum"] += float(value)
+        elif self.kind == "lists":
+            self.total["kept"].append(value)
         elif self.kind == "last":
             self.total = value
         else:
@@ -177,7 +185,7 @@ class Counting(Net):
         self._count("validation_step", batch[0].mean())
 
 
-@pytest.mark.parametrize("kind", ["number", "tensor", "dict"])
+@pytest.mark.parametrize("kind", ["number", "tensor", "dict", "lists"])
 @pytest.mark.parametrize("step", ["training_step", "validation_step"])
 def test_a_step_that_counts_what_stays_in_the_workers_is_refused(
     tmp_path: Path, kind: str, step: str
