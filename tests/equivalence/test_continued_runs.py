@@ -20,6 +20,7 @@ from pipedream.budget import offload
 from pipedream.checkpoint.checkpoint_folder import checkpoints_in, find_checkpoint
 from pipedream.checkpoint.whole_model import read_whole_state
 from pipedream.planning.plan import Plan, Stage
+from torch import nn
 from training import OPTIMIZERS, State, Training, assert_equal_state, is_rank_0
 
 _falling = functools.partial(
@@ -143,6 +144,72 @@ def test_other_depths_and_replicas_continue_too(
     farm: Farm, tmp_path: Path, case_name: str, num_stages: int, how: dict[str, Any]
 ) -> None:
     _assert_continues(farm, tmp_path, Training(case_name, num_stages, num_minibatches=4, **how))
+
+
+class _Averaged(nn.Module):
+    """Has a frozen layer, whose weight its forward makes an average of another weight, as in MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.average = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.average.requires_grad_(False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        mine = self.average.weight
+        mine.data = mine.data * 0.5 + self.trained.weight.data * 0.5
+        out: torch.Tensor = self.trained(value) + self.average(value)
+        return out
+
+
+class _Centred(nn.Module):
+    """A loss that keeps a centre in a buffer, and counts its calls."""
+
+    centre: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros((), dtype=torch.float64))
+        self.num_calls = 0
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        loss = (outputs - targets - self.centre).square().mean() * self.num_calls
+        self.centre.mul_(0.5).add_(outputs.detach().mean())
+        return loss
+
+
+def _train_averaged(
+    checkpoints: Checkpoints, num_stages: int, seed: int
+) -> tuple[list[float], State, float, int]:
+    torch.manual_seed(seed)
+    model, loss_fn = nn.Sequential(_Averaged(), nn.Linear(4, 4).double()), _Centred()
+    generator = torch.Generator().manual_seed(0)
+    data = list(torch.randn(5, 2, 3, 4, generator=generator, dtype=torch.float64))
+    result = pipedream.run(
+        model,
+        Plan.straight(2, num_stages),
+        data=[tuple(batch) for batch in data],
+        loss_fn=loss_fn,
+        optimizer=OPTIMIZERS["sgd"],
+        schedule="flush",
+        checkpoints=checkpoints,
+        progress=False,
+    )
+    return result.losses, model.state_dict(), float(loss_fn.centre), loss_fn.num_calls
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_frozen_weights_and_the_state_of_the_loss_continue(
+    farm: Farm, tmp_path: Path, num_stages: int
+) -> None:
+    how = Checkpoints(tmp_path / "whole", every=1, keep=99)
+    whole = farm.results(_train_averaged, how, 2, 0, num_ranks=2)[0]
+    third = checkpoints_in(tmp_path / "whole")[2]
+    how = Checkpoints(tmp_path / "continued", every=9, resume=third)
+    continued = farm.results(_train_averaged, how, num_stages, 1, num_ranks=num_stages)[0]
+    assert continued[0] == whole[0]
+    assert_equal_state(continued[1], whole[1])
+    assert continued[2:] == whole[2:]
 
 
 class _Growing(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):

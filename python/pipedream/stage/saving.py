@@ -30,6 +30,7 @@ from pipedream.checkpoint.writer import CheckpointWriter
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream
 from pipedream.links.residuals import Residuals
+from pipedream.model.loss_state import LossState
 from pipedream.model.seeding import RngState
 from pipedream.stage.boundaries import EVALUATE, SNAPSHOT
 from pipedream.stage.stage_loop import PreparedStage
@@ -39,15 +40,18 @@ from pipedream.update.shard_client import ShardClient
 from pipedream.update.shards import Piece, ShardLayout
 from pipedream.update.stage_state import HeldVersions
 
-__all__ = ["DATA", "EVALUATED", "KINDS", "PENDING", "PROCESS", "Record", "StageSaver"]
+__all__ = ["DATA", "EVALUATED", "KINDS", "LOSS", "PENDING", "PROCESS", "Record", "StageSaver"]
+
+_SMALL_BYTES = 64 * 1024
 
 KINDS = "kinds"
 """The key, in a part's state, of the shapes of minibatches that memory is planned for."""
 EVALUATED, PENDING = "evaluated", "evaluates"
 """Keys of a part's state. EVALUATED: the evaluations so far, as the last stage's first replica reports them.
 PENDING: whether an evaluation is due at the snapshot's boundary, but runs only after the snapshot."""
-DATA, PROCESS = "data", "process"
-"""Keys of a part's state: the data's position, and the generators of the worker's process."""
+DATA, PROCESS, LOSS = "data", "process", "loss"
+"""Keys of a part's state: the data's position, the generators of the worker's process, and the state of the
+loss at the last stage (LossState.changed)."""
 Record = Mapping[str, Sequence[Any]]
 """Reports of earlier minibatches. "losses" are this worker's losses, and "losses_before" the losses of all
 workers in the runs before. The other keys are "samples", "epochs" and "evaluated"."""
@@ -62,6 +66,8 @@ class _Begun:
     state: dict[str, Any]
     tensors: dict[str, Tensor]
     """The tensors that `state` names."""
+    frozen: dict[str, Tensor]
+    """Copies of the frozen parameters that forwards may write: small ones, and those that were written."""
     held: HeldVersions = field(default_factory=HeldVersions)
 
 
@@ -82,6 +88,7 @@ class StageSaver:
         before: Record,
         keep_residuals: Callable[[], Residuals],
         meet: Callable[[int, int], None],
+        loss_state: LossState | None = None,
     ) -> None:
         """header: the header of every checkpoint, without its position.
         facts: facts that the state of every part contains.
@@ -90,6 +97,7 @@ class StageSaver:
         keep_residuals: returns the residuals of the worker's channels, once everything is sent.
         meet: called with a stage and a minibatch. It waits until all replicas of the stage have made the same
             call.
+        loss_state: the state of the loss, if the worker has the last stage.
         """
         self._writer = writer
         self._header = header
@@ -102,6 +110,12 @@ class StageSaver:
         self._before = before
         self._keep_residuals = keep_residuals
         self._meet = meet
+        self._loss_state = loss_state
+        self._marks = {
+            stage: {name: _mark_of(parameter) for name, parameter in part.stage.frozen_parameters()}
+            for stage, part in self._parts.items()
+        }
+        """By stage: the memory of frozen parameters and the number of writes, before any forward."""
         self._slot_of = {stage: dict(part.start.slot_of) for stage, part in self._parts.items()}
         self._begun: dict[int, list[_Begun]] = {stage: [] for stage in self._parts}
         self.losses: Sequence[float] = ()
@@ -121,7 +135,14 @@ class StageSaver:
         stream = self._source.stream
         if self.runners[stage].is_first and isinstance(stream, DataStream):
             state[DATA] = encode(stream.position(minibatch), DATA, tensors)
-        self._begun[stage].append(_Begun(minibatch, buffers, state, tensors))
+        if self.runners[stage].is_last and self._loss_state is not None:
+            state[LOSS] = encode(self._loss_state.changed(), LOSS, tensors)
+        frozen = {
+            name: on_host(parameter)
+            for name, parameter in self._parts[stage].stage.frozen_parameters()
+            if parameter.nbytes <= _SMALL_BYTES or _mark_of(parameter) != self._marks[stage][name]
+        }
+        self._begun[stage].append(_Begun(minibatch, buffers, state, tensors, frozen))
 
     def reach(self, stage: int, minibatch: int, events: int) -> None:
         if not events & SNAPSHOT:
@@ -135,7 +156,7 @@ class StageSaver:
         snapshot = self._snapshot(stage, begun)
         contents = [
             *contents_of(snapshot),
-            Content(FROZEN, dict(part.stage.frozen_parameters())),
+            Content(FROZEN, {**dict(part.stage.frozen_parameters()), **begun.frozen}),
             Content(RECORD, self._record(stage, minibatch)),
         ]
         if self.runners[stage].is_last:
@@ -273,3 +294,7 @@ class StageSaver:
             return None
         epochs, index = self._source.epochs, minibatch - self._source.first_minibatch
         return epochs[index] if index < len(epochs) else epochs[-1] + 1
+
+
+def _mark_of(parameter: Tensor) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()

@@ -16,6 +16,7 @@ from pipedream.checkpoint.stage_files import names_of_stage
 from pipedream.checkpoint.writer import CheckpointWriter
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.links.residuals import Residuals
+from pipedream.model.loss_state import LossState
 from pipedream.planning.shapes import Shapes, listed
 from pipedream.stage.decisions import Saving, stop_lead
 from pipedream.stage.saving import EVALUATED, KINDS, StageSaver
@@ -30,12 +31,16 @@ class Checkpointing:
     """The checkpoints of a run at one worker. Construct it before the stages' modules read versions of
     their parameters."""
 
-    def __init__(self, run: AgreedRun, record: Mapping[str, list[Any]]) -> None:
-        """record: the reports from before the checkpoint that the run continues from."""
+    def __init__(
+        self, run: AgreedRun, record: Mapping[str, list[Any]], loss_state: LossState | None = None
+    ) -> None:
+        """record: the reports from before the checkpoint that the run continues from. loss_state: the state
+        of the loss, if this worker has the last stage."""
         checkpoints = run.options.checkpoints
         assert checkpoints is not None
         self._run = run
         self._record = record
+        self._loss_state = loss_state
         self._checkpoints = checkpoints
         self._names = {stage.stage_index: names_of_stage(stage, run.ties) for stage in run.own_stages()}
         self.losses: list[float] = []
@@ -90,6 +95,7 @@ class Checkpointing:
             },
             keep_residuals=keep_residuals,
             meet=functools.partial(_meet, run, check_links),
+            loss_state=self._loss_state,
         )
 
     def close(self) -> None:

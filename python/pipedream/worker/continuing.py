@@ -25,6 +25,7 @@ from pipedream.checkpoint.manifest import Manifest, Part, read_manifest, read_pa
 from pipedream.checkpoint.run_state import RunState, WorkerState
 from pipedream.checkpoint.snapshot import StageSnapshot, decode
 from pipedream.checkpoint.stage_files import (
+    FROZEN,
     NAMES,
     RECORD,
     has_pieces,
@@ -37,12 +38,13 @@ from pipedream.checkpoint.whole_model import check_fits, read_averages, read_who
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream
 from pipedream.model.layers import Model, roots_of
+from pipedream.model.loss_state import joined_loss_states, set_loss_state
 from pipedream.model.seeding import RngState, base_seed, seed_data
 from pipedream.planning.shapes import Shapes, checked_shapes
 from pipedream.report.progress import skipping_shown
 from pipedream.report.status import losses_of
 from pipedream.stage.job import Continued, JobOptions
-from pipedream.stage.saving import DATA, EVALUATED, KINDS, PENDING, PROCESS
+from pipedream.stage.saving import DATA, EVALUATED, KINDS, LOSS, PENDING, PROCESS
 
 if TYPE_CHECKING:
     from pipedream.worker.agreed_run import AgreedRun
@@ -53,6 +55,7 @@ __all__ = [
     "kinds_of",
     "read_averages_of",
     "read_record",
+    "take_loss_state",
     "take_newest",
     "with_checkpoint",
 ]
@@ -276,10 +279,13 @@ def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str,
     plan or schedule has changed. Returns the optimizers' states of all stages, for
     StageOptimizer.go_on_from_parts."""
     continued = run.options.continues
-    if continued is None or run.options.state is not None:
+    if continued is None:
         return []
     checkpoint = Path(continued.path)
     manifest = read_manifest(checkpoint)
+    if run.options.state is not None:
+        _take_frozen(run, checkpoint, manifest)
+        return []
     whole = read_whole_state(checkpoint, manifest)
     for stage in run.own_stages():
         with torch.no_grad():
@@ -292,6 +298,39 @@ def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str,
         ({**snapshot.optimizer, **snapshot.document_tensors}, snapshot.optimizer_document)
         for snapshot in snapshots
     ]
+
+
+def _take_frozen(run: AgreedRun, checkpoint: Path, manifest: Manifest) -> None:
+    """Loads the frozen parameters of this worker's stages, which the model may have with other values, and
+    which forwards may have written."""
+    parts = _parts_by_place(manifest)
+    for stage in run.own_stages():
+        part = parts[stage.stage_index, run.plan.replica_of(run.rank)]
+        kept = read_kind(checkpoint, part.of_kind(FROZEN))
+        with torch.no_grad():
+            for name, parameter in stage.frozen_parameters():
+                parameter.copy_(kept[name])
+
+
+def take_loss_state(run: AgreedRun) -> None:
+    """Gives the loss of this worker the state that it has in the checkpoint. With another plan it is the
+    joined state of the replicas of the last stage."""
+    continued = run.options.continues
+    if continued is None or not run.reads_targets:
+        return
+    checkpoint = Path(continued.path)
+    manifest = read_manifest(checkpoint)
+    last = max(part.stage_index for part in manifest.parts)
+    states = {}
+    for part in manifest.parts:
+        state = read_part_state(checkpoint, last, part.replica_index) if part.stage_index == last else {}
+        if LOSS in state:
+            tensors = read_kind(checkpoint, part.of_kind("tensors"))
+            states[part.replica_index] = decode(state[LOSS], tensors)
+    own = states.get(run.plan.replica_of(run.rank)) if run.options.state is not None else None
+    set_loss_state(
+        run.options.loss_fn, joined_loss_states([states[q] for q in sorted(states)]) if own is None else own
+    )
 
 
 def read_averages_of(continued: Continued | None) -> tuple[dict[str, Tensor], int]:

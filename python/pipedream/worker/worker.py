@@ -39,7 +39,13 @@ from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.worker.agreed_run import AgreedRun, agree
 from pipedream.worker.cautions import warn_if_coarse, warn_if_late
 from pipedream.worker.checkpointing import Checkpointing
-from pipedream.worker.continuing import go_to_position, read_averages_of, read_record, take_newest
+from pipedream.worker.continuing import (
+    go_to_position,
+    read_averages_of,
+    read_record,
+    take_loss_state,
+    take_newest,
+)
 from pipedream.worker.devices import choose_device
 from pipedream.worker.factor_choice import FactorChoice
 from pipedream.worker.gathering import gather, join_reports
@@ -167,9 +173,10 @@ class _Worker:
                     self._snapshots = snapshots_of(run, run.options.state)
                     self._residuals = residuals_of(self._snapshots.values())
                 self._parts_before = take_newest(run)
+                take_loss_state(run)
                 self._record = read_record(run.options.continues)
                 if run.options.checkpoints is not None:
-                    self._checkpointing = Checkpointing(run, self._record)
+                    self._checkpointing = Checkpointing(run, self._record, self._loss_state)
                 with self._interrupts_stop():
                     return self._train(run, device, rehearsed, source, part)
             except _core.RunFailure as failure:
