@@ -475,6 +475,34 @@ def test_ranks_with_different_arguments(farm: Farm, name: str, of_rank: list[Any
         assert_says(outcome.error, ValueError, f"{name} is ", "at rank 1", "at rank 0", "the same arguments")
 
 
+def _run_in_a_folder_of_its_own(folders: Path) -> RunResult:
+    before = Path.cwd()
+    os.chdir(folders / os.environ["RANK"])
+    try:
+        return run(_MODEL, checkpoints="/proc/self/cwd/C")
+    finally:
+        os.chdir(before)
+
+
+def test_a_folder_for_checkpoints_that_ranks_do_not_share(
+    farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No checkpoint was ever complete, and nobody said so.
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    for outcome in farm.run(_run_in_a_folder_of_its_own, tmp_path, num_ranks=2):
+        assert_says(outcome.error, ValueError, "checkpoints: /proc/self/cwd/C of stage 1 (rank 1) is not the")
+    assert [list((tmp_path / f"{rank}/C").iterdir()) for rank in range(2)] == [[], []]
+
+
+def test_a_folder_for_checkpoints_that_cannot_be_written() -> None:
+    # The run trained to its end, with a warning at each checkpoint.
+    refused(lambda: run(_MODEL, checkpoints="/proc/self"), ValueError, "checkpoints: /proc/self cannot be")
+    refused(
+        lambda: run(_MODEL, checkpoints="/proc/self/C"), ValueError, "checkpoints: /proc/self/C cannot be"
+    )
+
+
 # Data that two workers read differently.
 
 

@@ -23,6 +23,8 @@ __all__ = [
     "go_on_after",
     "is_complete",
     "is_pinned",
+    "make_folder",
+    "mark_of",
     "minibatch_of",
     "newest_whole",
     "pin",
@@ -34,6 +36,7 @@ _NAME = re.compile(r"checkpoint-(\d{9,})\Z")
 _PIN_NAME = "pinned"
 _REMOVED = "removed-"
 _DAMAGED = "damaged-"
+_MARK = "mark-"
 
 
 def folder_of(path: Path, minibatch: int) -> Path:
@@ -126,14 +129,33 @@ def remove_old(path: Path, keep: int) -> None:
             _remove(checkpoint, unless_pinned=True)
 
 
+def make_folder(path: Path, mark: Path) -> None:
+    """Makes the folder if it is missing, and the mark in it. Raises ValueError if that cannot be done:
+    otherwise a run would train for days and save nothing."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        raise ValueError(
+            f"checkpoints: {path} cannot be written on this machine ({error.strerror}): give another folder"
+        ) from None
+
+
+def mark_of(path: Path, name: str) -> Path:
+    """Returns the path of a file that shows that a process writes into this folder."""
+    return path / f"{_MARK}{name}"
+
+
 def remove_incomplete(path: Path) -> None:
-    """Removes incomplete checkpoints, and folders that an interrupted removal has left. Call it before a run
+    """Removes incomplete checkpoints, and what an interrupted removal or start has left. Call it before a run
     writes into the folder, when no other process writes there."""
     for checkpoint in checkpoints_in(path):
         if not is_complete(checkpoint):
             _remove(checkpoint)
     for left in path.glob(f"{_REMOVED}*"):
         shutil.rmtree(left, ignore_errors=True)
+    for mark in path.glob(f"{_MARK}*"):
+        mark.unlink(missing_ok=True)
 
 
 def go_on_after(checkpoint: Path, minibatch: int, path: Path) -> Path:

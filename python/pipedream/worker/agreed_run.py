@@ -7,8 +7,10 @@ thread.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from pipedream import _core
+from pipedream.checkpoint.checkpoint_folder import make_folder, mark_of
 from pipedream.common.agreement import difference, settings_of
 from pipedream.common.errors import failures_of_others
 from pipedream.links.options import LinkOptions
@@ -41,6 +44,12 @@ from pipedream.stage.job import Continued, JobOptions, WorkerPlace
 from pipedream.worker.continuing import with_checkpoint
 
 __all__ = ["AgreedRun", "agree", "segment_key", "wait_for", "wait_while_linked"]
+
+_MARKED = "folder of the checkpoints"
+"""The key by which ranks tell each other of their marks in the folder."""
+_SEES_FILES_S = 5.0
+"""The most seconds after which a network file system shows a file of another machine."""
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,7 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         _check_settings(options, place.rank, agreed["settings"])
         _check_layers(outline_of(model), place.rank, agreed["layers"])
         place = replace(place, run_id=int(agreed["run_id"]))
+        _show_folder(place, options)
     stages = split(model, options.plan)
     if place.returns_model:  # otherwise the caller has checked
         check_loss_buffers(stages, options.loss_fn)
@@ -204,6 +214,7 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
             "run_id": place.run_id,
         }
         place.rendezvous.publish("agreed", agreed)
+        _check_folders(place, options)
     generators: RngStream | None = None
     if options.plan.workers_used > 1:
         # All workers must read the same data, so the data get generators from which nothing else draws.
@@ -269,6 +280,41 @@ def _check_layers(mine: list[str], rank: int, of_rank_0: list[str]) -> None:
                 f"layer {layer} of the model is {here} at rank {rank}, but {there} at rank 0: make the same"
                 " model at all ranks, in the same mode (train or eval), with data of the same structure"
             )
+
+
+def _show_folder(place: WorkerPlace, options: JobOptions) -> None:
+    """Makes this rank's mark in the folder of the checkpoints, and waits until rank 0 has seen it."""
+    if options.checkpoints is None or place.rank >= options.plan.workers_used:
+        return
+    folder = options.checkpoints.folder
+    mark = mark_of(folder, f"{place.run_id:016x}-{place.rank}")
+    try:
+        make_folder(folder, mark)
+        place.rendezvous.publish(f"{_MARKED}/{place.rank}", True)
+        wait_for(place.rendezvous, [_MARKED], lambda _: "rank 0 has not looked for the checkpoints' folder")
+    finally:
+        with contextlib.suppress(OSError):
+            mark.unlink()
+
+
+def _check_folders(place: WorkerPlace, options: JobOptions) -> None:
+    """Raises ValueError if another rank writes its checkpoints into another folder than rank 0, because then
+    no checkpoint would ever be complete."""
+    if options.checkpoints is None:
+        return
+    folder, others = options.checkpoints.folder, range(1, options.plan.workers_used)
+    wait_for(place.rendezvous, [f"{_MARKED}/{rank}" for rank in others], lambda missing: f"no {missing[0]}")
+    deadline_s = time.monotonic() + _SEES_FILES_S
+    for rank in others:
+        mark = mark_of(folder, f"{place.run_id:016x}-{rank}")
+        while not mark.exists():
+            if time.monotonic() > deadline_s:
+                raise ValueError(
+                    f"checkpoints: {folder} of {options.plan.describe_worker(rank)} is not the folder that"
+                    " rank 0 has there: give one that all machines share"
+                )
+            time.sleep(_LOOK_S)
+    place.rendezvous.publish(_MARKED, True)
 
 
 def _first_stage(plan: Plan, rank: int) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipedream.checkpoint.checkpoint_folder import go_on_after, remove_incomplete
+from pipedream.checkpoint.checkpoint_folder import go_on_after, make_folder, mark_of, remove_incomplete
 from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.manifest import Manifest, Part, read_manifest, read_part_state
 from pipedream.checkpoint.run_state import RunState, WorkerState
@@ -69,7 +69,8 @@ def found_checkpoint(
     checkpoints: Checkpoints, model: Model, group_size: int, evaluates_every: int | str | None = None
 ) -> Continued | None:
     """Returns the checkpoint to continue from; None if there is no checkpoint, so that the run begins with
-    minibatch 0. Raises ValueError if the checkpoint does not fit the model.
+    minibatch 0. Raises ValueError if the checkpoint does not fit the model, or if the folder cannot be
+    written.
 
     Makes the folder, if it is missing. Removes incomplete checkpoints of an earlier run from the folder, and
     renames checkpoints that this run would overwrite.
@@ -77,7 +78,7 @@ def found_checkpoint(
     group_size: minibatches after which all replicas of the plan have made their updates.
     evaluates_every: Validation's `every`; None without validation."""
     found = checkpoints.find()
-    checkpoints.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(checkpoints.folder, mark_of(checkpoints.folder, "start"))
     remove_incomplete(checkpoints.folder)
     if found is None:
         return None
