@@ -32,7 +32,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,78 +127,69 @@ class Handover:
         return self._placement.rank_of(cut) == self._placement.rank_of(cut + 1)
 
 
+@dataclass(eq=False)
 class Rehearsal:
     """The rehearsal of one worker, and its results."""
 
-    def __init__(
-        self,
-        handover: Handover,
-        device: torch.device,
-        *,
-        describe: Callable[[int], str] = "stage {}".format,
-        name: str = "the first minibatch",
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
-        autocast: torch.dtype | None = None,
-        repeats: bool = False,
-        for_offload: bool = False,
-        for_factors: Collection[int] = (),
-        for_recompute: Collection[int] = (),
-    ) -> None:
-        """describe: function of a stage that returns this worker's name for errors. name: name of the
-            minibatch. loss_fn: None rehearses forwards only.
-        repeats: runs forward and backward twice. With microbatches the second backward adds to existing
-            gradients, which takes other memory.
-        for_offload: also measures how much of the stash could be offloaded, with one more forward.
-        for_factors: stages for which it also finds the weights whose gradients are products of factors, with
-            one more forward and backward.
-        for_recompute: stages for which it also finds out, with two more forwards, whether they may
-            recompute."""
-        self.boundaries: dict[int, Boundary] = {}
-        """Boundaries by the stage upstream of the cut."""
-        self.footprints: dict[int, Footprint] = {}
-        """Footprints by stage."""
-        self._handover = handover
-        self._device = device
-        self._describe = describe
-        self._name = name
-        self._loss_fn = spare_loss(loss_fn)
-        self._autocast = autocast
-        self._repeats = repeats
-        self._for_offload = for_offload
-        self._for_factors = for_factors
-        self._for_recompute = for_recompute
+    handover: Handover
+    device: torch.device
+    _: KW_ONLY
+    describe: Callable[[int], str] = "stage {}".format
+    """Function of a stage that returns this worker's name for errors."""
+    name: str = "the first minibatch"
+    """Name of the minibatch."""
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    """None rehearses forwards only."""
+    autocast: torch.dtype | None = None
+    repeats: bool = False
+    """Whether forward and backward run twice. With microbatches the second backward adds to existing
+    gradients, which takes other memory."""
+    for_offload: bool = False
+    """Whether to measure how much of the stash could be offloaded, with one more forward."""
+    for_factors: Collection[int] = ()
+    """Stages for which to find the weights whose gradients are products of factors, with one more forward and
+    backward."""
+    for_recompute: Collection[int] = ()
+    """Stages for which to find out, with two more forwards, whether they may recompute."""
+    boundaries: dict[int, Boundary] = field(default_factory=dict, init=False)
+    """Boundaries by the stage upstream of the cut."""
+    footprints: dict[int, Footprint] = field(default_factory=dict, init=False)
+    """Footprints by stage."""
+
+    def __post_init__(self) -> None:
+        self.loss_fn = spare_loss(self.loss_fn)
 
     def run(self, stages: Sequence[StageModule], inputs: Any, targets: Any) -> None:
         """Rehearses the stages: this worker's, ascending, on the device. inputs, targets: one microbatch's
         inputs and targets, at workers that have the first or the last stage."""
         for stage in stages:
             value = self._value_for(stage.stage_index, inputs)
-            kept = untouched([stage], self._loss_fn if self._is_last(stage) else None)
+            kept = untouched([stage], self.loss_fn if self._is_last(stage) else None)
             with kept, torch.enable_grad(), self._draws_of(stage):
                 self._run_stage(stage, value, targets)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the pool comes from the device, not from torch's cache
 
     def _draws_of(self, stage: StageModule) -> contextlib.AbstractContextManager[None]:
         """Makes stages on both sides of a cut draw the same numbers, so that code that branches on them takes
         the same branch.
         """
-        is_cut = self._handover.num_stages > 1
-        return drawing_alike(stage, self._device) if is_cut else contextlib.nullcontext()
+        is_cut = self.handover.num_stages > 1
+        return drawing_alike(stage, self.device) if is_cut else contextlib.nullcontext()
 
     def _is_last(self, stage: StageModule) -> bool:
-        return stage.stage_index == self._handover.num_stages - 1
+        return stage.stage_index == self.handover.num_stages - 1
 
     def _value_for(self, stage_index: int, inputs: Any) -> Any:
         """Returns the input without the graph of the stages before, as a stage sees it in training."""
         if stage_index == 0:
             # A copy is needed, because a first layer that works in place would change the caller's data.
-            return map_tensors(lambda tensor: tensor.detach().to(self._device, copy=True), inputs)
+            return map_tensors(lambda tensor: tensor.detach().to(self.device, copy=True), inputs)
         cut = stage_index - 1
-        boundary, tensors = self._handover.receive(cut)
+        boundary, tensors = self.handover.receive(cut)
         self.boundaries[cut] = boundary
         leaves = [
-            tensor.to(self._device).requires_grad_(spec.requires_grad)
+            tensor.to(self.device).requires_grad_(spec.requires_grad)
             for tensor, spec in zip(tensors, boundary.tensors, strict=True)
         ]
         return boundary.unflatten(leaves)
@@ -206,17 +197,8 @@ class Rehearsal:
     def _run_stage(self, stage: StageModule, value: Any, targets: Any) -> None:
         index = stage.stage_index
         is_last = self._is_last(stage)
-        stage_rehearsal = _StageRehearsal(
-            stage,
-            value,
-            to_device(targets, self._device) if is_last else None,
-            is_last=is_last,
-            device=self._device,
-            loss_fn=self._loss_fn,
-            autocast=self._autocast,
-            repeats=self._repeats,
-            joins_statistics=self._repeats and not self._handover.in_microbatches,
-        )
+        on_device = to_device(targets, self.device) if is_last else None
+        stage_rehearsal = _StageRehearsal(self, stage, value, on_device, is_last=is_last)
         before = RngState.capture()
         if is_last:
             with contextlib.suppress(Exception):
@@ -224,19 +206,19 @@ class Rehearsal:
         else:
             with self._located(index):
                 stage_rehearsal.forward()
-                _wait_for(self._device)
+                _wait_for(self.device)
             boundary = Boundary.of(stage_rehearsal.output, name=f"the output of stage {index}")
             self.boundaries[index] = boundary
-            self._handover.send(index, boundary, boundary.flatten(stage_rehearsal.output))
+            self.handover.send(index, boundary, boundary.flatten(stage_rehearsal.output))
         draws = foreign_draws(before, RngState.capture())
-        footprint = stage_rehearsal.footprint(with_backward=self._loss_fn is not None)
-        offloadable_bytes = stage_rehearsal.offloadable_bytes() if self._for_offload else 0
-        factor_rows = stage_rehearsal.factor_rows() if index in self._for_factors else {}
-        is_repeatable = index not in self._for_recompute or all(
+        footprint = stage_rehearsal.footprint(with_backward=self.loss_fn is not None)
+        offloadable_bytes = stage_rehearsal.offloadable_bytes() if self.for_offload else 0
+        factor_rows = stage_rehearsal.factor_rows() if index in self.for_factors else {}
+        is_repeatable = index not in self.for_recompute or all(
             stage_rehearsal.is_repeatable() for _ in range(_NUM_TRIES if draws else 1)
         )
         with self._located(index):  # after an error of the device there is no minibatch 0, which would tell
-            _wait_for(self._device)
+            _wait_for(self.device)
         self.footprints[index] = replace(
             footprint,
             offloadable_bytes=offloadable_bytes,
@@ -252,7 +234,7 @@ class Rehearsal:
             yield
         except Exception as error:
             raise PipelineError(
-                f"{self._name} does not pass {self._describe(stage_index)}: {describe_error(error)}"
+                f"{self.name} does not pass {self.describe(stage_index)}: {describe_error(error)}"
             ) from error
 
 
@@ -260,31 +242,20 @@ class _StageRehearsal:
     """One stage's forward and backward under a meter."""
 
     def __init__(
-        self,
-        stage: StageModule,
-        value: Any,
-        targets: Any,
-        *,
-        is_last: bool,
-        device: torch.device,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-        autocast: torch.dtype | None,
-        repeats: bool,
-        joins_statistics: bool,
+        self, rehearsal: Rehearsal, stage: StageModule, value: Any, targets: Any, *, is_last: bool
     ) -> None:
-        """joins_statistics: whether batch norms update running statistics once per minibatch, from all its
-        microbatches.
-        """
         self._stage = stage
-        self._repeats = repeats
+        self._repeats = rehearsal.repeats
+        # Batch norms update running statistics once per minibatch, from all its microbatches.
+        joins_statistics = rehearsal.repeats and not rehearsal.handover.in_microbatches
         self._statistics = MinibatchStatistics(stage) if joins_statistics else None
         self._value = value
         self._leaves: list[Tensor] = []  # the microbatch's inputs
         self._targets = targets
         self._is_last = is_last
-        self._loss_fn = loss_fn
-        self._calls = StageCalls(stage, loss_fn, device, autocast)
-        self._device = device
+        self._loss_fn = rehearsal.loss_fn
+        self._device = rehearsal.device
+        self._calls = StageCalls(stage, self._loss_fn, self._device, rehearsal.autocast)
         # A compiled forward would compile again, or fail to, under the meter's dispatch mode.
         self._metered = not any(map(is_compiled, stage.modules()))
         parameters = self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
