@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pipedream.planning.plan_stage import Stage
 
 __all__ = [
+    "FACTORED_FIELDS",
     "FACTOR_CODEC",
     "FactoredSum",
     "are_smaller",
@@ -41,6 +42,9 @@ __all__ = [
     "factored_sum",
     "split_codec",
 ]
+
+FACTORED_FIELDS = ("num_weights", "weight_bytes", "factor_bytes")
+"""The figures of a stage in `factored` of a plan's `predicted`."""
 
 FACTOR_CODEC = {"pushes": "factors"}
 """The codec that pushes gradients as factors, in the form that run() accepts and a plan stores."""
@@ -157,18 +161,11 @@ def checked_codec(codec: Any) -> dict[str, str]:
 
 def factored_figures(profile: Profile, stages: Sequence[Stage]) -> list[dict[str, float]]:
     """Returns each stage's figures for a plan's `predicted`."""
-    figures = []
-    for stage in stages:
-        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
-        found = factored_sum(layers, stage.num_replicas)
-        figures.append(
-            {
-                "num_weights": found.num_weights,
-                "weight_bytes": found.weight_bytes,
-                "factor_bytes": found.factor_bytes,
-            }
-        )
-    return figures
+    found = [
+        factored_sum(profile.layers[stage.first_layer : stage.last_layer + 1], stage.num_replicas)
+        for stage in stages
+    ]
+    return [{name: getattr(one, name) for name in FACTORED_FIELDS} for one in found]
 
 
 def describe_factored(figures: Sequence[Mapping[str, float]]) -> str:

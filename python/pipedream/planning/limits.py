@@ -84,18 +84,13 @@ class Limits:
         """Returns the limits for a plan that uses the first num_workers workers only."""
         return replace(self, speeds=self.speeds[:num_workers], memory_bytes=self.memory_bytes[:num_workers])
 
-    def speeds_of(self, stages: Sequence[Stage]) -> list[float]:
-        """Returns the speed of each stage's slowest worker. `self.speeds` must not be empty. Ranks are given
-        to the replicas of stage 0 first, then to those of stage 1, and so on.
-        """
-        return [min(self.speeds[rank] for rank in ranks) for ranks in ranks_of(placement_of(stages))]
-
     def slowed(self, profile: Profile, stages: Sequence[Stage]) -> Profile:
         """Returns the profile with each layer as slow as on the slowest worker of its stage."""
         if not self.speeds:
             return profile
         layers = list(profile.layers)
-        for stage, speed in zip(stages, self.speeds_of(stages), strict=True):
+        for stage, ranks in zip(stages, ranks_of(placement_of(stages)), strict=True):
+            speed = min(self.speeds[rank] for rank in ranks)
             for index in range(stage.first_layer, stage.last_layer + 1):
                 layers[index] = layers[index].at_speed(speed)
         return replace(profile, layers=tuple(layers))

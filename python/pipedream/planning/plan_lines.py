@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pipedream.common.checks import is_number
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
-from pipedream.planning.factor_rule import FACTOR_CODEC, describe_factored
+from pipedream.planning.factor_rule import FACTOR_CODEC, FACTORED_FIELDS, describe_factored
 from pipedream.planning.plan_stage import in_flight_in_phase
 from pipedream.planning.program import rules_of
 
@@ -35,7 +35,6 @@ _NAMES = {
 }
 _HIDDEN_FIELDS = ("before_ms", "after_ms")
 _SPARE_FIELDS = ("without_ms", "simulated_ms", "simulated_without_ms")
-_FACTORED_FIELDS = ("num_weights", "weight_bytes", "factor_bytes")
 _HOST_FIELDS = ("num_workers", "num_cores")
 _SEARCH_FIELDS = ("plans", "formulas_ms", "found_ms")
 
@@ -119,9 +118,7 @@ def _summary(plan: Plan) -> Iterator[str]:
 
 
 def _describe_host(host: Any) -> Iterator[str]:
-    if not isinstance(host, Mapping) or not all(is_number(host.get(name)) for name in _HOST_FIELDS):
-        return
-    if host["num_workers"] > host["num_cores"]:
+    if _has_numbers(host, _HOST_FIELDS) and host["num_workers"] > host["num_cores"]:
         workers, cores = _count(host["num_workers"], "worker"), _count(host["num_cores"], "core")
         yield f"{workers} of a host share {cores}: the predicted time assumes a core for each"
 
@@ -148,14 +145,14 @@ def _describe_figures(
         yield f"memory at most {format_bytes(int(memory_bytes or 0))} per worker{again}"
     yield from _describe_factors(bottleneck_ms, predicted)
     hidden = predicted.get("hidden_links")
-    if isinstance(hidden, Mapping) and all(is_number(hidden.get(name)) for name in _HIDDEN_FIELDS):
+    if _has_numbers(hidden, _HIDDEN_FIELDS):
         yield (
             f"more in flight, at the price of memory and staleness, hide the links: simulated without it"
             f" {hidden['before_ms']:.3f} ms, with it {hidden['after_ms']:.3f}"
         )
     yield from _describe_spares(bottleneck_ms, predicted.get("spare_shards"))
     found = predicted.get("search")
-    if isinstance(found, Mapping) and all(is_number(found.get(name)) for name in _SEARCH_FIELDS):
+    if _has_numbers(found, _SEARCH_FIELDS):
         gain = found["formulas_ms"] / found["found_ms"] - 1 if found["found_ms"] else 0.0
         verdict = "confirms the formulas' plan"
         if gain > _GAIN_SHARE_MIN:
@@ -170,7 +167,7 @@ def _describe_figures(
 
 def _describe_factors(plan_ms: float | None, predicted: Mapping[str, Any]) -> Iterator[str]:
     rows = predicted.get("factored")
-    if isinstance(rows, list) and all(map(_is_of_factors, rows)):
+    if isinstance(rows, list) and all(_has_numbers(row, FACTORED_FIELDS) for row in rows):
         yield describe_factored(rows)
     factors_ms = predicted.get("with_factors_ms")
     if not isinstance(factors_ms, float) or not plan_ms:
@@ -179,16 +176,16 @@ def _describe_factors(plan_ms: float | None, predicted: Mapping[str, Any]) -> It
         yield f"{plan_ms / factors_ms:.2f} x as fast is predicted of a plan for codec={FACTOR_CODEC}"
 
 
-def _is_of_factors(row: Any) -> bool:
-    return isinstance(row, Mapping) and all(is_number(row.get(name)) for name in _FACTORED_FIELDS)
+def _has_numbers(figures: Any, names: Sequence[str]) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(figures, Mapping) and all(is_number(figures.get(name)) for name in names)
 
 
 def _describe_spares(plan_ms: float | None, figures: Any) -> Iterator[str]:
-    if not isinstance(figures, Mapping) or not all(is_number(figures.get(n)) for n in ("offered", "used")):
+    if not _has_numbers(figures, ("offered", "used")):
         return
     if figures["used"] == 0:
         yield f"spare shards would not pay: {figures.get('why')}"
-    elif is_number(plan_ms) and all(is_number(figures.get(name)) for name in _SPARE_FIELDS):
+    elif is_number(plan_ms) and _has_numbers(figures, _SPARE_FIELDS):
         yield (
             f"{figures['used']} of {figures['offered']} spare workers serve as shards: {plan_ms:.3f} ms per"
             f" minibatch, without them {figures['without_ms']:.3f}; simulated"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, TypeVar
 
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan
@@ -33,15 +33,10 @@ def schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.Sched
     return _core.ScheduleOptions(schedule, list(plan.in_flight), num_microbatches, plan.placement)
 
 
-@overload
-def schedule_to_run(plan: Plan, schedule: str, microbatches: int | None) -> tuple[str, int]: ...
-@overload
-def schedule_to_run(
-    plan: Plan, schedule: str | Program, microbatches: int | None
-) -> tuple[str | Program, int]: ...
-def schedule_to_run(
-    plan: Plan, schedule: str | Program, microbatches: int | None
-) -> tuple[str | Program, int]:
+_Schedule = TypeVar("_Schedule", bound=str | Program)
+
+
+def schedule_to_run(plan: Plan, schedule: _Schedule, microbatches: int | None) -> tuple[_Schedule | str, int]:
     """Returns the schedule under its present name, and the number of microbatches. "auto" takes both from the
     plan. A program contains its number of microbatches.
 
