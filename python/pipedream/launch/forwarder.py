@@ -305,7 +305,7 @@ class _Forwarder(threading.Thread):
         receivers = set()
         for channel in data_channels(self._plan, self._forwarded, self._options.schedule_options()):
             if channel.sender == CALLER:
-                channel.add_to(core, CALLER, self._plan)
+                channel.add_to(core, CALLER, self._plan.describe_worker)
                 receivers.add(channel.receiver)
         core.seal()
         published = self._wait_for("endpoints", sorted(receivers), START_TIMEOUT_S)

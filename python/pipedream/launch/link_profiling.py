@@ -29,7 +29,6 @@ from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_rank
 from pipedream.links.channels import RunChannel
 from pipedream.links.descriptors import descriptor_limit_raised
-from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
 from pipedream.links.link_meter import (
     ITEM_BYTES,
     WORD_BYTES,
@@ -41,7 +40,7 @@ from pipedream.links.link_meter import (
 )
 from pipedream.links.options import TRANSPORTS, LinkOptions, make_link_options
 from pipedream.planning.link_profile import LinkProfile, MeasuredLink
-from pipedream.stage.job import WorkerPlace
+from pipedream.stage.job import LinkedRun, WorkerPlace
 from pipedream.worker.agreed_run import wait_for
 from pipedream.worker.devices import choose_device
 from pipedream.worker.worker_links import WorkerLinks, no_word
@@ -125,25 +124,6 @@ def _checked_options(
     return _Options(links, float(seconds))
 
 
-@dataclass(frozen=True)
-class _Linked:
-    """The part of a run that links and channels need: this rank's place, the options, and names of ranks."""
-
-    place: WorkerPlace
-    links: LinkOptions
-    plan_hash: int = 0
-
-    @property
-    def rank(self) -> int:
-        return self.place.rank
-
-    def describe_worker(self, rank: int) -> str:
-        return f"rank {rank}"
-
-    def describe_ends(self, *ranks: int) -> str:
-        return " and ".join(map(self.describe_worker, sorted(ranks)))
-
-
 class _Profiling:
     """One rank's measurements, in the phases of this module's docstring."""
 
@@ -180,42 +160,45 @@ class _Profiling:
                 advance(1)
         return self._share(measured)
 
-    def _agree(self) -> _Linked:
+    def _agree(self) -> LinkedRun:
         place = self._place
         if place.world_size == 1:
             raise ValueError("WORLD_SIZE is 1: it takes 2 workers to have a link, start torchrun with more")
         mine = settings_of(self._options)
         if place.rank == 0:
             place.rendezvous.publish("agreed", {"settings": mine, "run_id": place.run_id})
-            return _Linked(place, self._options.links)
+            return LinkedRun(place, self._options.links, "rank {}".format)
         (agreed,) = wait_for(place.rendezvous, ["agreed"], lambda _: "rank 0 did not start")
         differs = difference(mine, place.rank, agreed["settings"])
         if differs is not None:
             raise ValueError(differs)
-        return _Linked(replace(place, run_id=int(agreed["run_id"])), self._options.links)
+        place = replace(place, run_id=int(agreed["run_id"]))
+        return LinkedRun(place, self._options.links, "rank {}".format)
 
     def _measure(
-        self, run: _Linked, pair: tuple[int, int], device: torch.device, key: str
+        self, run: LinkedRun, pair: tuple[int, int], device: torch.device, key: str
     ) -> list[MeasuredLink]:
         """Measures one pair. The leader returns the figures of both directions, the follower an empty
         list."""
         leader, follower = pair
         core = self._links.make_core(run, device)
-        channels = _placed(run, core, device, _channels_of(pair), key)
+        channels = self._links.placed_on_devices(
+            run, device, _channels_of(pair), lambda channel: channel.on_device, f"{key}/{{}}".format
+        )
         for channel in channels:
-            channel.add_to(core, run.rank, run)
+            channel.add_to(core, run.place.rank, run.describe_worker)
         core.seal()
         self._links.connect(run, channels, f"{key}/endpoints")
         transports = core.channel_transports()
         out, back = (leader, follower), (follower, leader)
-        mine, theirs = (out, back) if run.rank == leader else (back, out)
+        mine, theirs = (out, back) if run.place.rank == leader else (back, out)
         pieces = _pieces_name(*mine)
         run.links.check_transports({pieces: run.describe_ends(*pair)}, transports)
         ends = PairChannels(
             core, _words_name(*mine), _words_name(*theirs), pieces, _pieces_name(*theirs), device
         )
         with self._links.explained():
-            if run.rank == leader:
+            if run.place.rank == leader:
                 measured = _links_of(pair, lead(ends, self._options.seconds), transports[pieces])
             else:
                 follow(ends)
@@ -258,28 +241,6 @@ def _channels_of(pair: tuple[int, int]) -> list[RunChannel]:
         )
         for channel_id, (name, sender, receiver, tensors, on_device) in enumerate(named)
     ]
-
-
-def _placed(
-    run: _Linked, core: _core.Worker, device: torch.device, channels: list[RunChannel], key: str
-) -> list[RunChannel]:
-    """Marks the channels on which the sender may write into the receiver's device memory, as in a run.
-    Returns all channels."""
-    if not run.links.places_on_devices:
-        return channels
-    rendezvous = run.place.rendezvous
-    reach = agree_on_device_memory(
-        core,
-        run.rank,
-        channels,
-        on_host=device.type != "cuda",
-        publish=lambda name, value: rendezvous.publish(f"{key}/{name}", value),
-        wait_for=lambda names: wait_for(rendezvous, [f"{key}/{n}" for n in names], no_word) if names else [],
-    )
-    if run.links.transport == "ipc":
-        for ends in reach:
-            run.links.check_reach(run.describe_ends(*ends), reach[ends])
-    return place_on_devices(channels, reach)
 
 
 def _links_of(pair: tuple[int, int], figures: PairFigures, transport: str) -> list[MeasuredLink]:

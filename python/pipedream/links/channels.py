@@ -10,9 +10,9 @@ not every worker knows whether it does. Plain values; any thread.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -139,16 +139,13 @@ def rehearsal_name(stage_index: int, replica: int = 0) -> str:
     return f"rehearsal of stage {stage_index} for stage {stage_index + 1}" + _replica_suffix(replica)
 
 
-class _Workers(Protocol):
-    def describe_worker(self, rank: int) -> str: ...
-
-
 @dataclass(frozen=True)
 class RunChannel:
     """A directed channel between two ranks."""
 
     name: str
     channel_id: int
+    """The channel's number; -1 before _numbered() has given one."""
     sender: int
     receiver: int
     tensors: list[tuple[str, int, int]]
@@ -158,9 +155,9 @@ class RunChannel:
     """Slots at the receiver. Each holds one received item until the receiver has used the item."""
     num_unsent_max: int
     """The most items that may wait at the sender or be on the way to the receiver."""
-    num_microbatches: int
+    num_microbatches: int = 1
     """Microbatches per minibatch; 1 if minibatches are not cut."""
-    on_device: bool
+    on_device: bool = True
     codec: str = NO_CODEC
     """The codec of the item's float tensors."""
     edge: _core.Edge | None = None
@@ -200,10 +197,10 @@ class RunChannel:
         """Whether some tensor of the channel travels encoded."""
         return bool(_core.channel_bytes(self.tensors, self.codec)[3])
 
-    def add_to(self, core: _core.Worker, rank: int, workers: _Workers) -> None:
+    def add_to(self, core: _core.Worker, rank: int, describe_worker: Callable[[int], str]) -> None:
         """Adds the rank's end of the channel to its core. Does nothing if the rank has neither end.
 
-        workers: gives the name of the peer for errors."""
+        describe_worker: gives the name of the peer for errors."""
         if rank not in (self.sender, self.receiver):
             return
         sends = rank == self.sender
@@ -211,7 +208,7 @@ class RunChannel:
         core.add_channel(
             name=self.name,
             sends=sends,
-            peer="the caller" if peer == CALLER else workers.describe_worker(peer),
+            peer="the caller" if peer == CALLER else describe_worker(peer),
             channel_id=self.channel_id,
             tensors=self.tensors,
             num_items=self.num_unsent_max if sends else self.num_slots,
@@ -228,64 +225,24 @@ class RunChannel:
         )
 
 
-class _ChannelList:
-    """Collects channels and numbers them in the order in which they are added, from first_id on."""
+def _channel(
+    name: str, ends: tuple[int, int], specs: Iterable[TensorSpec], *, slots: int, unsent: int, **fields: Any
+) -> RunChannel:
+    """Makes a channel without a number. ends: the ranks of sender and receiver. specs: the tensors of one
+    item. fields: further fields of RunChannel."""
+    tensors = [(dtype_name(s.dtype), len(s.shape), s.num_bytes) for s in specs]
+    return RunChannel(name, -1, *ends, tensors, slots, unsent, **fields)
 
-    def __init__(self, first_id: int = 0) -> None:
-        self.channels: list[RunChannel] = []
-        self._first_id = first_id
 
-    def add(
-        self,
-        name: str,
-        ends: tuple[int, int],
-        specs: Iterable[TensorSpec],
-        *,
-        slots: int,
-        unsent: int,
-        num_microbatches: int = 1,
-        on_device: bool = True,
-        codec: str = NO_CODEC,
-        edge: _core.Edge | None = None,
-        first_microbatch: int = 0,
-        microbatch_stride: int = 1,
-        num_transfers_kept: int = 0,
-        num_residuals: int = 1,
-    ) -> None:
-        sender, receiver = ends
-        tensors = [(dtype_name(s.dtype), len(s.shape), s.num_bytes) for s in specs]
-        self.channels.append(
-            RunChannel(
-                name,
-                self._first_id + len(self.channels),
-                sender,
-                receiver,
-                tensors,
-                slots,
-                unsent,
-                num_microbatches,
-                on_device,
-                codec,
-                edge,
-                first_microbatch,
-                microbatch_stride,
-                num_transfers_kept,
-                num_residuals,
-            )
-        )
+def _bulk_channel(name: str, ends: tuple[int, int], slots: int, **fields: Any) -> RunChannel:
+    """Makes a channel by which state_transfer.py sends tensors and documents in pieces."""
+    piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
+    return _channel(name, ends, piece, slots=slots, unsent=slots, on_device=False, **fields)
 
-    def add_bulk(
-        self, name: str, ends: tuple[int, int], *, slots: int = NUM_PIECES, num_transfers_kept: int = 0
-    ) -> None:
-        """Adds a channel by which state_transfer.py sends tensors and documents in pieces."""
-        piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
-        kept = num_transfers_kept
-        self.add(name, ends, piece, slots=slots, unsent=slots, on_device=False, num_transfers_kept=kept)
 
-    def add_tree(self, sender: int, receiver: int, *, slots: int = NUM_PIECES) -> None:
-        """Adds a channel in one direction between a rank and its parent or child in the tree
-        (rank_tree.py)."""
-        self.add_bulk(tree_name(sender, receiver), (sender, receiver), slots=slots)
+def _numbered(channels: Iterable[RunChannel], first_id: int = 0) -> list[RunChannel]:
+    """Numbers the channels in their order, from first_id on."""
+    return [replace(channel, channel_id=index) for index, channel in enumerate(channels, first_id)]
 
 
 def channels_of_run(
@@ -310,21 +267,21 @@ def channels_of_run(
         exactly.
     shards: the shards of this worker's stage if it has replicas, by (stage, replica).
     evaluated: like boundaries, for the eval-mode forward."""
-    found = _ChannelList(first_id=len(_data_ends(plan)))
+    found: list[RunChannel] = []
     for edge in sorted(_core.edges_of(schedule), key=_place_in_list):
         sender, receiver = _ranks_of_ends(schedule, edge)
         if sender != receiver:
             if edge.kind in BETWEEN_REPLICAS:
-                _add_between_replicas(found, schedule, edge, shards or {}, codec)
+                found += _between_replicas(schedule, edge, shards or {}, codec)
             elif edge.kind == "evaluation":
-                _add_evaluation(found, schedule, edge, (evaluated or {}).get(edge.from_stage))
+                found.append(_evaluation(schedule, edge, (evaluated or {}).get(edge.from_stage)))
             else:
-                _add_edge(found, schedule, edge, boundaries, ties, codec)
+                found.append(_of_edge(schedule, edge, boundaries, ties, codec))
     for rank in range(1, world_size):
-        found.add_tree(parent_of(rank), rank)
-        found.add_tree(rank, parent_of(rank))
+        for ends in ((parent_of(rank), rank), (rank, parent_of(rank))):
+            found.append(_bulk_channel(tree_name(*ends), ends, NUM_PIECES))
     from_caller = [] if forwarded is None else data_channels(plan, forwarded, schedule)
-    return from_caller + found.channels
+    return from_caller + _numbered(found, first_id=len(_data_ends(plan)))
 
 
 def _place_in_list(edge: _core.Edge) -> tuple[int, ...]:
@@ -337,15 +294,14 @@ def _place_in_list(edge: _core.Edge) -> tuple[int, ...]:
     return group.get(edge.kind, 4), *stages, *first, *last, is_upstream
 
 
-def _add_between_replicas(
-    found: _ChannelList,
+def _between_replicas(
     schedule: _core.ScheduleOptions,
     edge: _core.Edge,
     shards: Mapping[tuple[int, int], ShardSpec],
     codec: CodecChoice,
-) -> None:
-    """Adds a channel between replicas. A push sends gradients to the owner of a shard; a pull sends the
-    owner's versions to a replica."""
+) -> Iterator[RunChannel]:
+    """Yields the channels of an edge between replicas. A push sends gradients to the owner of a shard; a pull
+    sends the owner's versions to a replica."""
     is_push = edge.kind == "push"
     owner = edge.to_replica if is_push else edge.from_replica
     spec = shards.get((edge.from_stage, owner), ShardSpec(0, 1, 1))
@@ -368,7 +324,7 @@ def _add_between_replicas(
         slots = -(-spec.whole_bytes // spec.chunk_bytes_max)
     if is_push and owner >= schedule.placement.num_replicas(edge.from_stage):
         slots = min(slots, _core.NUM_SPARE_SLOTS)
-    found.add(
+    yield _channel(
         edge_name(edge, schedule.placement),
         _ranks_of_ends(schedule, edge),
         [flags, content] if is_push else [content],
@@ -381,7 +337,7 @@ def _add_between_replicas(
     )
     if is_push and pushes_factors(codec):  # at every stage, so that all workers count the same channels
         has_factors = TensorSpec(torch.uint8, (max(len(spec.factors) // 2, 1),), requires_grad=False)
-        found.add(
+        yield _channel(
             factors_name(edge, schedule.placement),
             _ranks_of_ends(schedule, edge),
             [has_factors, *spec.factors],
@@ -391,13 +347,11 @@ def _add_between_replicas(
         )
 
 
-def _add_evaluation(
-    found: _ChannelList, schedule: _core.ScheduleOptions, edge: _core.Edge, boundary: Boundary | None
-) -> None:
-    """Adds a channel for validation activations. It has no codec, so that an evaluation gives the same
+def _evaluation(schedule: _core.ScheduleOptions, edge: _core.Edge, boundary: Boundary | None) -> RunChannel:
+    """Returns the channel of validation activations. It has no codec, so that an evaluation gives the same
     figures as a plain loop."""
     first, stride = _core.items_of(schedule, edge)
-    found.add(
+    return _channel(
         edge_name(edge, schedule.placement),
         _ranks_of_ends(schedule, edge),
         () if boundary is None else boundary.tensors,
@@ -410,18 +364,18 @@ def _add_evaluation(
     )
 
 
-def _add_edge(
-    found: _ChannelList,
+def _of_edge(
     schedule: _core.ScheduleOptions,
     edge: _core.Edge,
     boundaries: Mapping[int, Boundary],
     ties: Sequence[TieSpec],
     codec: CodecChoice,
-) -> None:
+) -> RunChannel:
+    """Returns the channel of an edge between two stages."""
     sender, receiver = edge.from_stage, edge.to_stage
     first_microbatch, microbatch_stride = _core.items_of(schedule, edge)
-    add = functools.partial(
-        found.add,
+    channel = functools.partial(
+        _channel,
         edge_name(edge, schedule.placement),
         _ranks_of_ends(schedule, edge),
         edge=edge,
@@ -430,33 +384,31 @@ def _add_edge(
     )
     if edge.kind == "norm":
         figures = [TensorSpec(torch.float64, (3,), requires_grad=False)]
-        add(figures, slots=2, unsent=4, on_device=False)
-    elif edge.kind in ("tied_version", "tied_gradient"):
+        return channel(figures, slots=2, unsent=4, on_device=False)
+    if edge.kind == "tied_version":
         # The receiver has a slot for every version by which the owner may be ahead, so no send waits for a
         # slot.
-        if edge.kind == "tied_version":
-            ahead = _core.num_tied_versions_ahead(schedule, sender, receiver)
-            add(_tied_version(ties, edge), slots=ahead, unsent=ahead + 2)
-        else:
-            # The channel has one item for each minibatch of which the owner has a microbatch in flight.
-            in_flight = _core.num_microbatches_in_flight(schedule, receiver)
-            unsent = max(schedule.in_flight[0], in_flight, 2) + 3
-            add(_tied_gradients(ties, receiver, sender), slots=2, unsent=unsent)
-    else:
-        upstream = min(sender, receiver)
-        activations, gradients = _crossing(boundaries.get(upstream))
-        goes_downstream = edge.kind == "activation"
-        # The stage downstream keeps each microbatch's slot until its backward, and one more may arrive.
-        in_flight_downstream = num_of_edge_in_flight(schedule, upstream + 1, microbatch_stride)
-        in_flight = _core.num_microbatches_in_flight(schedule, upstream)
-        add(
-            activations if goes_downstream else gradients,
-            slots=in_flight_downstream + 1 if goes_downstream else _core.NUM_GRADIENT_SLOTS,
-            unsent=_core.num_unsent_max(in_flight),
-            num_microbatches=schedule.num_microbatches,
-            codec=codec_between(codec, sender, receiver),
-            num_transfers_kept=NUM_TRANSFERS_KEPT,
-        )
+        ahead = _core.num_tied_versions_ahead(schedule, sender, receiver)
+        return channel(_tied_version(ties, edge), slots=ahead, unsent=ahead + 2)
+    if edge.kind == "tied_gradient":
+        # The channel has one item for each minibatch of which the owner has a microbatch in flight.
+        in_flight = _core.num_microbatches_in_flight(schedule, receiver)
+        unsent = max(schedule.in_flight[0], in_flight, 2) + 3
+        return channel(_tied_gradients(ties, receiver, sender), slots=2, unsent=unsent)
+    upstream = min(sender, receiver)
+    activations, gradients = _crossing(boundaries.get(upstream))
+    goes_downstream = edge.kind == "activation"
+    # The stage downstream keeps each microbatch's slot until its backward, and one more may arrive.
+    in_flight_downstream = num_of_edge_in_flight(schedule, upstream + 1, microbatch_stride)
+    in_flight = _core.num_microbatches_in_flight(schedule, upstream)
+    return channel(
+        activations if goes_downstream else gradients,
+        slots=in_flight_downstream + 1 if goes_downstream else _core.NUM_GRADIENT_SLOTS,
+        unsent=_core.num_unsent_max(in_flight),
+        num_microbatches=schedule.num_microbatches,
+        codec=codec_between(codec, sender, receiver),
+        num_transfers_kept=NUM_TRANSFERS_KEPT,
+    )
 
 
 def num_of_edge_in_flight(schedule: _core.ScheduleOptions, stage: int, microbatch_stride: int) -> int:
@@ -491,9 +443,10 @@ def _crossing(boundary: Boundary | None) -> tuple[Sequence[TensorSpec], Sequence
 def set_up_channels(plan: Plan) -> list[RunChannel]:
     """Returns the channels for rank 0's initial weights and for the rehearsal. They open before the others,
     whose sizes depend on the optimizers and on the tensors that the rehearsal finds at the cuts."""
-    found = _ChannelList()
-    for rank in range(1, plan.workers_used):
-        found.add_tree(parent_of(rank), rank, slots=_NUM_SET_UP_SLOTS)
+    found = [
+        _bulk_channel(tree_name(parent_of(rank), rank), (parent_of(rank), rank), _NUM_SET_UP_SLOTS)
+        for rank in range(1, plan.workers_used)
+    ]
     placement = plan.placement
     for stage in range(plan.num_stages - 1):
         for replica in range(placement.num_replicas(stage + 1)):
@@ -501,14 +454,14 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
             ends = (sender, placement.rank_of(stage + 1, replica))
             if ends[0] != ends[1]:
                 name = rehearsal_name(stage, replica)
-                found.add_bulk(name, ends, slots=_NUM_SET_UP_SLOTS, num_transfers_kept=1)
-    return found.channels
+                found.append(_bulk_channel(name, ends, _NUM_SET_UP_SLOTS, num_transfers_kept=1))
+    return _numbered(found)
 
 
 def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.ScheduleOptions) -> list[RunChannel]:
     """Returns the channels from the caller. They have the lowest ids, because the caller does not know the
     other channels."""
-    found = _ChannelList()
+    found = []
     counts = TensorSpec(torch.int64, (3,), requires_grad=False)  # data.forwarded_counts
     boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
     # A reader receives a whole group of minibatches before it returns the first (data/minibatch_source.py).
@@ -520,8 +473,8 @@ def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.Schedule
         rank, slots = plan.placement.rank_of(stage, replica), minibatches + group_size
         specs = [*boundaries[channel].tensors, counts]
         name = forwarded_name(channel, replica)
-        found.add(name, (CALLER, rank), specs, slots=slots, unsent=2, on_device=False)
-    return found.channels
+        found.append(_channel(name, (CALLER, rank), specs, slots=slots, unsent=2, on_device=False))
+    return _numbered(found)
 
 
 def _data_ends(plan: Plan) -> list[tuple[str, int, int]]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
+from pipedream import _core
 from pipedream.links.channels import RunChannel
 
 __all__ = ["Reach", "agree_on_device_memory", "place_on_devices"]
@@ -22,13 +23,8 @@ Reach = dict[tuple[int, int], str]
 ON_HOST = "a worker that computes on the host has no device memory"
 
 
-class _Core(Protocol):  # the part of _core.Worker that is needed here
-    def offer_device_memory(self) -> tuple[str, str]: ...
-    def why_out_of_reach(self, offer: str) -> str: ...
-
-
 def agree_on_device_memory(
-    core: _Core,
+    core: _core.Worker,
     rank: int,
     channels: Sequence[RunChannel],
     *,

@@ -37,6 +37,7 @@ __all__ = [
     "CallerSettings",
     "Continued",
     "JobOptions",
+    "LinkedRun",
     "MemoryOptions",
     "OutputOptions",
     "WorkerPlace",
@@ -325,6 +326,20 @@ class WorkerPlace:
         machine."""
         first = self.rank - self.local_rank
         return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+
+
+@dataclass(frozen=True)
+class LinkedRun:
+    """The parts of a run that its links need."""
+
+    place: WorkerPlace
+    links: LinkOptions
+    describe_worker: Callable[[int], str]
+    plan_hash: int = 0
+    """The hash of the plan. It must be equal at all ranks, or no channel opens."""
+
+    def describe_ends(self, *ranks: int) -> str:
+        return " and ".join(map(self.describe_worker, sorted(ranks)))
 
 
 def _enable(module: Any) -> Callable[[bool], None]:

@@ -40,7 +40,7 @@ from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.splitting.evaluation_cut import evaluation_stages
 from pipedream.splitting.splitter import split
-from pipedream.stage.job import Continued, JobOptions, WorkerPlace
+from pipedream.stage.job import Continued, JobOptions, LinkedRun, WorkerPlace
 from pipedream.worker.continuing import with_checkpoint
 
 __all__ = ["AgreedRun", "agree", "segment_key", "wait_for", "wait_while_linked"]
@@ -145,14 +145,8 @@ class AgreedRun:
         return self.options.links
 
     @property
-    def plan_hash(self) -> int:
-        return self.plan.hash()
-
-    def describe_worker(self, rank: int) -> str:
-        return self.plan.describe_worker(rank)
-
-    def describe_ends(self, *ranks: int) -> str:
-        return " and ".join(map(self.describe_worker, sorted(ranks)))
+    def linked(self) -> LinkedRun:
+        return LinkedRun(self.place, self.links, self.plan.describe_worker, self.plan.hash())
 
 
 def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[AgreedRun, RngStream | None]:

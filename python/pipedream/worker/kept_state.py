@@ -119,7 +119,7 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
     except (_core.RunFailure, PipelineError):
         raise
     except Exception as error:  # from an optimizer, from data after the end, or a full disk
-        state["missing"] = f"{run.describe_worker(run.rank)} could not keep its part: {one_line(error)}"
+        state["missing"] = f"{run.plan.describe_worker(run.rank)} could not keep its part: {one_line(error)}"
     return None
 
 

@@ -38,7 +38,6 @@ from pipedream.links.channels import (
     forwarded_name,
     tree_name,
 )
-from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.links.residuals import Residuals, keep_residuals, restore_residuals
@@ -113,9 +112,12 @@ class Segment:
         self._spare_loop: SpareLoop | None = None
         self._snapshots = snapshots
         self._heard: tuple[Following | None, ...] = ()  # at most one entry
-        self.channels = _channels_of(run, core, device, rehearsed, self._forwarded, optimizers)
+        channels = _channels_of(run, device, rehearsed, self._forwarded, optimizers)
+        self.channels = links.placed_on_devices(
+            run.linked, device, channels, lambda channel: channel.stages is not None, run.key
+        )
         for channel in self.channels:
-            channel.add_to(core, run.rank, run.plan)
+            channel.add_to(core, run.rank, run.plan.describe_worker)
         self._pool = StagePool(
             run,
             core,
@@ -130,7 +132,7 @@ class Segment:
         self._spare = None if served is None else SparePool(run, core, served, self.channels, optimizers)
         core.seal()
         restore_residuals(core, residuals)
-        links.connect(run, self.channels, run.key("endpoints"))
+        links.connect(run.linked, self.channels, run.key("endpoints"))
         self._group = _replica_group(run, core, device, run.place.rendezvous)
         self.run = self._pool.run
         """The run as agreed, with the stages that recompute to save memory."""
@@ -197,7 +199,7 @@ class Segment:
             send_document(core, tree_name(rank, child), word)
         following = None if word is None else Following(**word)
         if (run.reads_inputs or run.reads_targets) and following != mine:
-            raise data_mismatch(self._source.num_minibatches, run.describe_worker(rank))
+            raise data_mismatch(self._source.num_minibatches, run.plan.describe_worker(rank))
         return following
 
     @property
@@ -299,7 +301,6 @@ def _backward_seeds(run: AgreedRun, rehearsed: Rehearsed) -> dict[int, int]:
 
 def _channels_of(
     run: AgreedRun,
-    core: _core.Worker,
     device: torch.device,
     rehearsed: Rehearsed,
     forwarded: ForwardedData | None,
@@ -319,7 +320,7 @@ def _channels_of(
     )
     if device.type != "cuda" and not options.is_asynchronous:
         channels = _posted_into_versions(run, channels, optimizers)
-    return _placed_on_devices(run, core, device, channels) if options.links.places_on_devices else channels
+    return channels
 
 
 def _posted_into_versions(
@@ -338,30 +339,6 @@ def _posted_into_versions(
         return replace(channel, posted_into=version_term(edge.to_stage))
 
     return [posted(channel) for channel in channels]
-
-
-def _placed_on_devices(
-    run: AgreedRun, core: _core.Worker, device: torch.device, channels: list[RunChannel]
-) -> list[RunChannel]:
-    """Finds out, with the other ranks, which devices of one host can access each other's memory. Marks the
-    channels between such devices, which need no staging buffers. Returns all channels."""
-    rank, links, rendezvous = run.rank, run.options.links, run.place.rendezvous
-    on_host = device.type != "cuda"
-    reach = agree_on_device_memory(
-        core,
-        rank,
-        channels,
-        on_host=on_host,
-        publish=lambda key, value: rendezvous.publish(run.key(key), value),
-        wait_for=lambda keys: wait_for(rendezvous, [*map(run.key, keys)], no_word) if keys else [],
-    )
-    between = [c for c in channels if c.stages is not None and rank in (c.sender, c.receiver)]
-    for channel in between if links.transport == "ipc" or not on_host else []:
-        why = reach[channel.sender, channel.receiver]
-        if not why and channel.is_encoded:
-            why = f"they travel encoded (codec {channel.codec})"
-        links.check_reach(run.describe_ends(channel.sender, channel.receiver), why)
-    return place_on_devices(channels, reach)
 
 
 def _replica_group(

@@ -276,16 +276,16 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
     num_workers = run.plan.workers_used
     if num_workers == 1 or run.rank >= num_workers:
         return None
-    core = links.make_core(run, device)
+    core = links.make_core(run.linked, device)
     channels = set_up_channels(run.plan)
     for channel in channels:
-        channel.add_to(core, run.rank, run.plan)
+        channel.add_to(core, run.rank, run.plan.describe_worker)
     core.seal()
     if run.links.ports is not None:  # the error comes now, though only the training may need more ports
         codec = run.links.codec
         of_run = channels_of_run(run.plan, run.schedule(), run.place.world_size, {}, (), None, codec=codec)
-        links.check_ports(run, channels, of_run)
-    links.connect(run, channels, run.key("endpoints for the set-up"))
+        links.check_ports(run.linked, channels, of_run)
+    links.connect(run.linked, channels, run.key("endpoints for the set-up"))
     return core
 
 

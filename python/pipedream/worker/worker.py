@@ -253,7 +253,7 @@ class _Worker:
     ) -> Segment:
         rendezvous = run.place.rendezvous
         rendezvous.enter("opening links")
-        core = self.links.make_core(run, device)
+        core = self.links.make_core(run.linked, device)
         if self._optimizers is None:
             self._optimizers = WorkerOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
             for stage, snapshot in self._snapshots.items():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -19,13 +19,13 @@ from pipedream.common.errors import PeerLost, failures_of_others
 from pipedream.links.addresses import check_ports
 from pipedream.links.channels import CALLER, RunChannel
 from pipedream.links.descriptors import check_descriptors
+from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
 from pipedream.links.liveness import Pulse, sign_period_s
-from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
-from pipedream.stage.job import WorkerPlace
+from pipedream.stage.job import LinkedRun
 from pipedream.worker.agreed_run import wait_for
 
-__all__ = ["LinkedRun", "WorkerLinks", "no_word"]
+__all__ = ["WorkerLinks", "no_word"]
 
 _OPEN_POLL_S = 0.5
 _LOOK_PERIOD_S = 0.02
@@ -35,24 +35,6 @@ _FAREWELL_S = 1.0  # how long a failed worker tries to tell the others why
 
 def no_word(keys: list[str]) -> str:
     return "no word from rank " + ", ".join(key.rpartition("/")[2] for key in keys)
-
-
-class LinkedRun(Protocol):
-    """The parts of a run that its links need."""
-
-    @property
-    def place(self) -> WorkerPlace: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def links(self) -> LinkOptions: ...
-    @property
-    def plan_hash(self) -> int:
-        """The hash of the plan. It must be equal at all ranks, or no channel opens."""
-        ...
-
-    def describe_worker(self, rank: int) -> str: ...
-    def describe_ends(self, *ranks: int) -> str: ...
 
 
 class WorkerLinks:
@@ -88,9 +70,44 @@ class WorkerLinks:
         num_needed = max(sum(channel.receiver in here for channel in phase) for phase in phases)
         check_ports(run.links.ports, num_needed, len(here))
 
+    def placed_on_devices(
+        self,
+        run: LinkedRun,
+        device: torch.device,
+        channels: Sequence[RunChannel],
+        told: Callable[[RunChannel], bool],
+        key: Callable[[str], str],
+    ) -> list[RunChannel]:
+        """Finds out, with the other ranks, which devices of one host can access each other's memory. Marks
+        the channels between such devices, which need no staging buffers. Returns all channels.
+
+        told: chooses the channels of this rank for which the log, or with transport="ipc" an error, says why
+            they do not go from device to device.
+        key: makes the key under which a name's value is in the rendezvous."""
+        core, rank, on_host = self._core, run.place.rank, device.type != "cuda"
+        if not run.links.places_on_devices:
+            return [*channels]
+        assert core is not None
+
+        def publish(name: str, value: Any) -> None:
+            self._rendezvous.publish(key(name), value)
+
+        def wait(names: list[str]) -> list[Any]:
+            return wait_for(self._rendezvous, [*map(key, names)], no_word) if names else []
+
+        reach = agree_on_device_memory(core, rank, channels, on_host=on_host, publish=publish, wait_for=wait)
+        for channel in channels if run.links.transport == "ipc" or not on_host else []:
+            if rank not in (channel.sender, channel.receiver) or not told(channel):
+                continue
+            why = reach[channel.sender, channel.receiver]
+            if not why and channel.is_encoded:
+                why = f"they travel encoded (codec {channel.codec})"
+            run.links.check_reach(run.describe_ends(channel.sender, channel.receiver), why)
+        return place_on_devices(channels, reach)
+
     def connect(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
         """Opens the links of the sealed core. key: where the ranks publish their endpoints."""
-        core, rank, links = self._core, run.rank, run.links
+        core, rank, links = self._core, run.place.rank, run.links
         assert core is not None
         check_descriptors(rank, sum(rank in (c.sender, c.receiver) for c in channels))
         self.check_ports(run, channels)
@@ -158,7 +175,7 @@ class WorkerLinks:
     def _check_peers(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
         """Checks that this worker and its peers may talk, and that they share memory if they must. Returns
         when all peers have also checked. So all workers report a mistake at once, with the same error."""
-        rank, links = run.rank, run.links
+        rank, links = run.place.rank, run.links
         if not links.checks_peers:
             return
         self._rendezvous.publish(f"{key}/peer/{rank}", links.introduction())

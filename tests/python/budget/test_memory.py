@@ -346,7 +346,7 @@ def test_the_terms_of_a_channel_are_what_the_core_takes_for_it(rank: int, codec:
     tensors = [("float32", 2, 4000), ("int64", 1, 72), ("float64", 1, 8000), ("bfloat16", 1, 3000)]
     channel = RunChannel("a", 0, 0, 1, tensors, 3, 9, 1, True, codec)
     core = _core.Worker(transport="inproc")
-    channel.add_to(core, rank, Plan.straight(4, 4))
+    channel.add_to(core, rank, Plan.straight(4, 4).describe_worker)
     core.seal()
     taken = {name: planned for name, planned, _ in core.memory()}
     core.close(0.0)
