@@ -152,20 +152,17 @@ class FactorExchange:
         weights: Sequence[FactorLayer],
         layers: Mapping[str, Sequence[nn.Linear]],
         *,
-        channels_to: Mapping[int, str],
-        channels_from: Mapping[int, str],
         replica: int,
+        num_replicas: int,
         device: torch.device,
     ) -> None:
         """weights: in the order of the stage's parameters.
-        layers: for each weight's name, the layers that use the weight. Inside running() they compute factors.
-        channels_to, channels_from: the channels' names, by the index of the other replica."""
+        layers: for each weight's name, the layers that use the weight. Inside running() they compute
+            factors."""
         self._weights = weights
         self._index_of = {weight.parameter: index for index, weight in enumerate(weights)}
-        self.channels_to = channels_to
-        self.channels_from = channels_from
         self._replica = replica
-        self._num_replicas = 1 + len(channels_to)
+        self._num_replicas = num_replicas
         self._device = device
         self._left = RoundFactors(weights)
         self._layers = FactoredLayers(layers, self._left.add)

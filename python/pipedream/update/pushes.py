@@ -9,7 +9,7 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +21,7 @@ from pipedream.common.errors import PipelineError
 from pipedream.model.boundary import exportable
 from pipedream.update.gradients import in_order
 
-__all__ = ["EarlyPushes", "ItemLinks", "bytes_of", "item_of"]
-
-
-class ItemLinks(Protocol):
-    """The part of the core that carries items between replicas."""
-
-    def make_exchange(self, **spec: Any) -> _core.ShardExchange: ...
-    def send_items(self, items: Sequence[tuple[str, list[Any]]], fields: _core.ItemFields = ...) -> None: ...
-    def wait_until_sent(self, channel: str, num_left_max: int, timeout_s: float = ...) -> bool: ...
-    def num_minibatches(self) -> int | None: ...
-    def receive_any(self, channels: Sequence[str]) -> tuple[int, _core.ReceivedItem] | None: ...
-    def stop_serving(self) -> None: ...
-    def fail(self, why: str) -> None: ...
+__all__ = ["EarlyPushes", "bytes_of", "item_of"]
 
 
 class EarlyPushes:

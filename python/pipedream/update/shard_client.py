@@ -12,7 +12,6 @@ import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,43 +19,20 @@ from torch import Tensor
 from pipedream import _core
 from pipedream.budget.footprint import storage_bytes
 from pipedream.common.regions import Region
+from pipedream.links.replica_channels import ReplicaChannels
 from pipedream.model.boundary import TENSORS
 from pipedream.update.factors import FactorExchange
 from pipedream.update.gradients import StageGradients, all_in_order
-from pipedream.update.pushes import EarlyPushes, ItemLinks
+from pipedream.update.pushes import EarlyPushes
 from pipedream.update.shards import Piece, ShardLayout
 from pipedream.update.stage_optimizer import StageOptimizer
 from pipedream.update.tied import TiedParameters
 from pipedream.update.weights import StageWeights
 
-__all__ = ["ReplicaChannels", "ShardClient"]
+__all__ = ["ShardClient"]
 
 _Leaving = dict[int, tuple["weakref.ref[torch.UntypedStorage]", int]]
 """The memory of pushed gradients: weak references to storages, with their bytes, by the reference's id()."""
-
-
-@dataclass(frozen=True)
-class ReplicaChannels:
-    """The names of the channels between one replica and each other replica, by the other replica's index."""
-
-    push_to: Mapping[int, str]
-    push_from: Mapping[int, str]
-    pull_to: Mapping[int, str]
-    pull_from: Mapping[int, str]
-    posted_from: frozenset[int] = frozenset()
-    """The other replicas whose versions are received directly into the slots of the weights."""
-
-    @property
-    def received(self) -> list[str]:
-        """The channels on which the replica receives."""
-        return [*self.push_from.values(), *self.pull_from.values()]
-
-    def of(self, other: int, factors: FactorExchange | None) -> list[str]:
-        """The channels to and from another replica, in the order of the core's ExchangePeer; "" where there
-        is none."""
-        of_factors = ({}, {}) if factors is None else (factors.channels_to, factors.channels_from)
-        by_kind = (self.push_to, self.push_from, *of_factors, self.pull_to, self.pull_from)
-        return [names.get(other, "") for names in by_kind]
 
 
 class ShardClient(StageGradients):
@@ -70,7 +46,7 @@ class ShardClient(StageGradients):
         optimizer: StageOptimizer,
         tied: TiedParameters,
         *,
-        core: ItemLinks,
+        core: _core.Worker,
         layout: ShardLayout,
         rounds: _core.Rounds,
         replica: int,
@@ -125,19 +101,14 @@ class ShardClient(StageGradients):
 
     def _make_exchange(self, layout: ShardLayout, push_codec: str) -> _core.ShardExchange:
         channels, tied = self._channels, self._tied.owned
-        others = {*channels.push_to, *channels.push_from, *channels.pull_to, *channels.pull_from}
         return self._core.make_exchange(
             tensors=TENSORS,
             rounds=self._rounds,
             replica=self._replica,
             shard=layout.row_of(self._replica),
             peers={
-                other: (
-                    layout.row_of(other),
-                    channels.of(other, self._factors),
-                    other in channels.posted_from,
-                )
-                for other in others
+                other: (layout.row_of(other), channels.of(other), other in channels.posted_from)
+                for other in channels.others
             },
             own_slots=[slot.data_ptr() for slot in self._weights.own.slots],
             tied_slots=[] if tied is None else [slot.data_ptr() for slot in tied.slots],
@@ -156,8 +127,7 @@ class ShardClient(StageGradients):
     @property
     def received_channels(self) -> list[str]:
         """The channels on which the gradients and versions of other replicas arrive."""
-        of_factors = () if self._factors is None else self._factors.channels_from.values()
-        return [*self._channels.received, *of_factors]
+        return self._channels.received
 
     def running(self) -> AbstractContextManager[None]:
         return super().running() if self._factors is None else self._factors.running()

@@ -110,6 +110,12 @@ class AgreedRun:
         served = self.plan.spare_stage_of(rank)
         return self.stages_of(rank) if served is None else [self.stages[served]]
 
+    def stages_in_memory(self, device_type: str) -> list[StageModule]:
+        """The stages whose weights lie in the device's memory. On the host these include the user's modules
+        of other stages."""
+        is_whole = self.place.returns_model and not self.is_made_by_stages
+        return self.stages if is_whole and device_type == "cpu" else self.held_stages_of(self.rank)
+
     def own_evaluated_stages(self) -> list[StageModule]:
         own = {stage.stage_index for stage in self.own_stages()}
         return [stage for stage in self.evaluated if stage.stage_index in own]

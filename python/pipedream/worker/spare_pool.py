@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
+from torch import nn
 
 from pipedream import _core
 from pipedream.budget.memory import (
@@ -23,21 +22,20 @@ from pipedream.budget.memory import (
     list_terms,
     model_bytes,
 )
-from pipedream.budget.optimizer_memory import native_step_bytes, predict_state_bytes, predict_step_bytes
 from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel
-from pipedream.links.exchange_names import exchange_names
+from pipedream.links.replica_channels import ReplicaChannels
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.codec_choice import codec_of_pushes
 from pipedream.stage.spare_loop import SpareLoop
 from pipedream.update.gradients import updated_parameters
 from pipedream.update.param_server import ParameterServer
-from pipedream.update.shard_client import ReplicaChannels
 from pipedream.update.shards import piece_of
 from pipedream.update.stage_state import StageStart
 from pipedream.update.tied import TiedParameters
 from pipedream.update.weights import StageWeights, WeightVersions
 from pipedream.worker.agreed_run import AgreedRun
+from pipedream.worker.stage_pool import bytes_from_torch, hold_slots, stage_term, version_term
 from pipedream.worker.worker_optimizers import WorkerOptimizers
 
 __all__ = ["SparePool"]
@@ -67,12 +65,12 @@ class SparePool:
         self._version_bytes = sum(chunk.num_bytes for chunk in self._layout.chunks_of(self._owner))
         self.predicted = self._terms(channels)
         _check_fits(run, self.predicted)
-        core.add_term(_term(WEIGHT_VERSIONS, index), self._version_bytes, self._num_versions)
+        core.add_term(version_term(index), self._version_bytes, self._num_versions)
         if self._optimizer.num_placed_states:
             state_bytes = self._optimizer.state_slot_bytes
-            core.add_term(_term(OPTIMIZER_STATE, index), state_bytes, self._optimizer.num_placed_states)
+            core.add_term(stage_term(OPTIMIZER_STATE, index), state_bytes, self._optimizer.num_placed_states)
         if self._optimizer.num_placed_masters:
-            core.add_term(_term(MASTERS, index), self._optimizer.masters_slot_bytes, 1)
+            core.add_term(stage_term(MASTERS, index), self._optimizer.masters_slot_bytes, 1)
 
     def _terms(self, channels: Sequence[RunChannel]) -> dict[str, int]:
         """Returns bytes by term of RunResult.memory."""
@@ -80,12 +78,7 @@ class SparePool:
         terms: dict[str, int] = {}
         for channel in channels:
             terms |= channel_terms(channel, run.rank, "cpu")
-        if optimizer.is_native:
-            state_bytes, step_bytes = 0, native_step_bytes(self._stage, optimizer.num_parameters)
-        else:
-            state_bytes = predict_state_bytes(optimizer.optimizer)
-            step_bytes = predict_step_bytes(optimizer.optimizer, "cpu")
-        is_whole = run.place.returns_model and not run.is_made_by_stages
+        state_bytes, step_bytes = bytes_from_torch(self._stage, optimizer, "cpu")
         terms |= {
             WEIGHT_VERSIONS: self._num_versions * _core.slot_stride_bytes(self._version_bytes),
             OPTIMIZER_STATE: optimizer.num_placed_states
@@ -94,13 +87,14 @@ class SparePool:
             TORCH_OPTIMIZER_STATE: state_bytes,
             # Mean gradients get their own memory if the optimizer may keep references to them.
             TRANSIENT: step_bytes + self._layout.whole_tensors * self._version_bytes,
-            MODEL: model_bytes(run.stages if is_whole else [self._stage]),
+            MODEL: model_bytes(run.stages_in_memory("cpu")),
         }
         return {name: num_bytes for name, num_bytes in terms.items() if num_bytes > 0}
 
     def prepare(self) -> SpareLoop:
         """Puts the spare's shard of the initial weights into the pool, and returns the spare's loop."""
-        run, index, layout = self._run, self._stage.stage_index, self._layout.alone(self._owner)
+        run, core, index = self._run, self._core, self._stage.stage_index
+        schedule, optimizer = run.schedule(), self._optimizer
         named = updated_parameters(self._stage, run.ties)
         pieces = [
             (name, nn.Parameter(piece_of(parameter, piece)))
@@ -108,35 +102,28 @@ class SparePool:
             for name, parameter in [named[piece.parameter]]
         ]
         holder = nn.ParameterList([parameter for _, parameter in pieces])
-        start = StageStart.of(run.schedule(), index, None)  # nobody reads an older version of its shard here
-        slots = self._slots(WEIGHT_VERSIONS, self._num_versions)
+        start = StageStart.of(schedule, index, None)  # nobody reads an older version of its shard here
+        slots = hold_slots(core, WEIGHT_VERSIONS, index, self._num_versions)
         versions = WeightVersions(holder, pieces, slots, newest_slot=start.newest_slot)
-        optimizer = self._optimizer
         optimizer.place_state(
-            self._slots(OPTIMIZER_STATE, optimizer.num_placed_states),
-            self._slots(MASTERS, optimizer.num_placed_masters),
+            hold_slots(core, OPTIMIZER_STATE, index, optimizer.num_placed_states),
+            hold_slots(core, MASTERS, index, optimizer.num_placed_masters),
         )
-        schedule = run.schedule()
-        names = exchange_names(schedule, index, self._owner)
+        rounds = _core.rounds_of(schedule, index)
         server = ParameterServer(
             StageWeights.of(versions),
             optimizer,
             TiedParameters(schedule, index, [], {}),
-            core=self._core,
-            layout=layout,
-            rounds=_core.rounds_of(schedule, index),
+            core=core,
+            layout=self._layout.alone(self._owner),
+            rounds=rounds,
             replica=self._owner,
-            channels=ReplicaChannels(
-                push_to=names["push", True],
-                push_from=names["push", False],
-                pull_to=names["pull", True],
-                pull_from=names["pull", False],
-            ),
+            channels=ReplicaChannels.of_owner(schedule, index, self._owner),
             push_codec=codec_of_pushes(run.options.links.codec),
-            slot_of={_core.rounds_of(schedule, index).first_version: start.newest_slot},
+            slot_of={rounds.first_version: start.newest_slot},
         )
         return SpareLoop(
-            self._core,
+            core,
             run.options,
             run.place,
             schedule=schedule,
@@ -145,10 +132,6 @@ class SparePool:
             predicted=self.predicted,
             newest_slot=start.newest_slot,
         )
-
-    def _slots(self, term: str, count: int) -> list[Tensor]:
-        name = _term(term, self._stage.stage_index)
-        return [from_dlpack(self._core.hold_slot(name)) for _ in range(count)]
 
 
 def _check_fits(run: AgreedRun, terms: dict[str, int]) -> None:
@@ -159,7 +142,3 @@ def _check_fits(run: AgreedRun, terms: dict[str, int]) -> None:
             f" {format_bytes(total)}, {format_bytes(total - limit_bytes)} more ({list_terms(terms)}): give"
             " more memory, or a plan with more or no num_spare_shards"
         )
-
-
-def _term(name: str, stage_index: int) -> str:
-    return f"{name} of stage {stage_index}"

@@ -52,7 +52,7 @@ from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, Torc
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.checkpoint.writer import CopyMemory
 from pipedream.links.channels import RunChannel, edge_name
-from pipedream.links.exchange_names import FACTORS, exchange_names
+from pipedream.links.replica_channels import ReplicaChannels
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.factored import factorable
 from pipedream.model.stage_module import StageModule
@@ -63,7 +63,7 @@ from pipedream.update.factors import FactorExchange, FactorLayer
 from pipedream.update.gradients import StageGradients
 from pipedream.update.param_server import ParameterServer
 from pipedream.update.reduced import LocalSteps, ReducedGradients
-from pipedream.update.shard_client import ReplicaChannels, ShardClient
+from pipedream.update.shard_client import ShardClient
 from pipedream.update.stage_optimizer import StageOptimizer
 from pipedream.update.stage_state import StageStart
 from pipedream.update.tied import TiedParameters, ties_by_owner
@@ -71,7 +71,7 @@ from pipedream.update.weights import StageWeights, split_tied, weight_layout
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.worker_optimizers import WorkerOptimizers
 
-__all__ = ["StagePool", "version_term"]
+__all__ = ["StagePool", "bytes_from_torch", "hold_slots", "stage_term", "version_term"]
 
 
 class StagePool:
@@ -175,12 +175,7 @@ class StagePool:
                 masters_bytes[index] = _core.slot_stride_bytes(optimizer.masters_slot_bytes)
             if optimizer.averages is not None:
                 averages_bytes[index] = _core.slot_stride_bytes(optimizer.averages.slot_bytes)
-            if optimizer.is_native:
-                torch_bytes[index] = 0
-                step_bytes[index] = native_step_bytes(stage, optimizer.num_parameters)
-            else:
-                torch_bytes[index] = predict_state_bytes(optimizer.optimizer)
-                step_bytes[index] = predict_step_bytes(optimizer.optimizer, self._device.type)
+            torch_bytes[index], step_bytes[index] = bytes_from_torch(stage, optimizer, self._device.type)
             if self.run.options.is_asynchronous_at(index):
                 layout = self._worker_optimizers.layouts[index]
                 content_bytes = sum(c.num_bytes for c in layout.chunks_of(self._replica))
@@ -196,7 +191,7 @@ class StagePool:
             tied_bytes,
             placed_bytes,
             torch_bytes,
-            model_bytes(self._held_stages()),
+            model_bytes(self.run.stages_in_memory(self._device.type)),
             self._device.type,
             dict.fromkeys(own_bytes, forced_offload()),
             step_bytes,
@@ -290,12 +285,6 @@ class StagePool:
         product_bytes = sum(weights) if at_once else max(weights, default=0)
         return PushedFactors(sum(weights), sum(factors), product_bytes + stacked_bytes)
 
-    def _held_stages(self) -> list[StageModule]:
-        """The stages whose weights lie in the device's memory. On the host these include the user's modules
-        of other stages."""
-        is_whole = self.run.place.returns_model and not self.run.is_made_by_stages
-        return self.run.stages if is_whole and self._device.type == "cpu" else self.run.own_stages()
-
     def _pool_torch_terms(self) -> None:
         """Puts torch's tensors into one term of the pool."""
         parts = [self.predicted.pop(term, 0) for term in (STASH, TRANSIENT, GRADIENTS)]
@@ -309,43 +298,45 @@ class StagePool:
             self._offload[stage] = offload
             num_versions = _core.num_versions_kept(memory.schedule, stage)
             if offload.versions:
-                self._core.add_term(_term(OFFLOADED_VERSIONS, stage), own_bytes, num_versions, staging=True)
+                self._core.add_term(
+                    stage_term(OFFLOADED_VERSIONS, stage), own_bytes, num_versions, staging=True
+                )
                 num_versions = num_resident_versions(num_versions)
             term = version_term(stage)
             is_posted_into = any(channel.posted_into == term for channel in memory.channels)
             self._core.add_term(term, own_bytes, num_versions, is_posted_into=is_posted_into)
             if offload.activations:
                 self._core.add_term(
-                    _term(OFFLOADED_ACTIVATIONS, stage),
+                    stage_term(OFFLOADED_ACTIVATIONS, stage),
                     memory.footprints[stage].offloadable_bytes,
                     num_activation_homes(memory.schedule, stage),
                     staging=True,
                 )
             for owner, tied_bytes in memory.tied_bytes[stage].items():
                 num_tied = _core.num_tied_versions_kept(memory.schedule, owner)
-                self._core.add_term(_term(_tied_name(owner), stage), tied_bytes, num_tied)
+                self._core.add_term(stage_term(_tied_name(owner), stage), tied_bytes, num_tied)
             if memory.shard_bytes.get(stage):
                 num_others = self.run.plan.stages[stage].num_replicas - 1
-                self._core.add_term(_term(SHARD, stage), memory.shard_bytes[stage], 1)
-                self._core.add_term(_term(SHARD_ANSWERS, stage), memory.shard_bytes[stage], num_others)
+                self._core.add_term(stage_term(SHARD, stage), memory.shard_bytes[stage], 1)
+                self._core.add_term(stage_term(SHARD_ANSWERS, stage), memory.shard_bytes[stage], num_others)
             pushes = memory.pushes_of(stage)
             if pushes.slot_bytes:
-                self._core.add_term(_term(PUSHES, stage), pushes.slot_bytes, pushes.num_rounds)
+                self._core.add_term(stage_term(PUSHES, stage), pushes.slot_bytes, pushes.num_rounds)
             num_states = self._optimizers[stage].num_placed_states
             if num_states:
                 slot_bytes = memory.placed_state_bytes[stage] // num_states
-                self._core.add_term(_term(OPTIMIZER_STATE, stage), slot_bytes, num_states)
+                self._core.add_term(stage_term(OPTIMIZER_STATE, stage), slot_bytes, num_states)
             if memory.masters_bytes.get(stage):
-                self._core.add_term(_term(MASTERS, stage), memory.masters_bytes[stage], 1)
+                self._core.add_term(stage_term(MASTERS, stage), memory.masters_bytes[stage], 1)
             if memory.averages_bytes.get(stage):
-                self._core.add_term(_term(AVERAGES, stage), memory.averages_bytes[stage], 1)
+                self._core.add_term(stage_term(AVERAGES, stage), memory.averages_bytes[stage], 1)
 
     def _prepare(self, stage: StageModule, group: ReplicaGroup | None) -> PreparedStage:
         """Puts the stage's weights and its optimizer's state into the pool."""
         index, schedule = stage.stage_index, self.run.schedule()
 
         def slots(term: str, num_slots: int) -> list[Tensor]:
-            return self._hold_slots(term, index, num_slots)
+            return hold_slots(self._core, term, index, num_slots)
 
         num_versions = _core.num_versions_kept(schedule, index)
         offload = self._offload[index]
@@ -407,10 +398,6 @@ class StagePool:
         loss_scaling = self._worker_optimizers.loss_scaling.get(index)
         return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients, loss_scaling, start)
 
-    def _hold_slots(self, term: str, stage: int, num_slots: int) -> list[Tensor]:
-        # The pool returns slots in any order, which is fine: each slot only has to belong to one version.
-        return [from_dlpack(self._core.hold_slot(_term(term, stage))) for _ in range(num_slots)]
-
     def _tied_parameters(self, stage: int) -> dict[int, list[nn.Parameter]]:
         """The stage's tied parameters, by owner."""
         by_owner = ties_by_owner(stage, self.run.ties)
@@ -445,7 +432,6 @@ class StagePool:
         slot_of: Mapping[int, int],
     ) -> ShardClient:
         schedule, replica = self.run.schedule(), self._replica
-        names = exchange_names(schedule, stage, replica)
         factors = self._worker_optimizers.factored[stage]
         make: Callable[..., ShardClient] = ParameterServer
         if self.run.options.is_asynchronous_at(stage):
@@ -458,12 +444,8 @@ class StagePool:
             layout=self._worker_optimizers.layouts[stage],
             rounds=_core.rounds_of(schedule, stage),
             replica=replica,
-            channels=ReplicaChannels(
-                push_to=names["push", True],
-                push_from=names["push", False],
-                pull_to=names["pull", True],
-                pull_from=names["pull", False],
-                posted_from=self._posted_from(stage),
+            channels=ReplicaChannels.of_owner(
+                schedule, stage, replica, has_factors=bool(factors), posted_from=self._posted_from(stage)
             ),
             push_codec=codec_of_pushes(self.run.options.links.codec),
             push_slots=self._push_slots(stage),
@@ -473,9 +455,8 @@ class StagePool:
             else FactorExchange(
                 factors,
                 self._layers_of(stage, factors),
-                channels_to=names[FACTORS, True],
-                channels_from=names[FACTORS, False],
                 replica=replica,
+                num_replicas=self.run.plan.stages[stage].num_replicas,
                 device=self._device,
             ),
         )
@@ -486,7 +467,7 @@ class StagePool:
         num_rounds = self._num_rounds_kept(stage)
         if self._push_slot_bytes(stage) == 0:  # the other owners own nothing
             return [torch.empty(0)] * num_rounds
-        return [slot.zero_() for slot in self._hold_slots(PUSHES, stage, num_rounds)]
+        return [slot.zero_() for slot in hold_slots(self._core, PUSHES, stage, num_rounds)]
 
     def _push_slot_bytes(self, stage: int) -> int:
         codec = codec_of_pushes(self.run.options.links.codec)
@@ -507,7 +488,7 @@ class StagePool:
         has_chunks = bool(self._worker_optimizers.layouts[stage].chunks_of(self._replica))
 
         def memory(term: str) -> Tensor:
-            return from_dlpack(self._core.hold_slot(_term(term, stage))) if has_chunks else torch.empty(0)
+            return hold_slots(self._core, term, stage, 1)[0] if has_chunks else torch.empty(0)
 
         return functools.partial(
             AsynchronousServer,
@@ -542,10 +523,24 @@ def _tied_name(owner: int) -> str:
     return f"{TIED_VERSIONS} from stage {owner}"
 
 
+def bytes_from_torch(stage: StageModule, optimizer: StageOptimizer, device_type: str) -> tuple[int, int]:
+    """Returns the bytes that torch allocates for an optimizer: (its state, the largest step)."""
+    if optimizer.is_native:
+        return 0, native_step_bytes(stage, optimizer.num_parameters)
+    made = optimizer.optimizer
+    return predict_state_bytes(made), predict_step_bytes(made, device_type)
+
+
+def hold_slots(core: _core.Worker, name: str, stage_index: int, num_slots: int) -> list[Tensor]:
+    """Returns slots of the stage's term. The pool returns them in any order, which is fine: each slot only
+    has to belong to one version."""
+    return [from_dlpack(core.hold_slot(stage_term(name, stage_index))) for _ in range(num_slots)]
+
+
 def version_term(stage_index: int) -> str:
     """The name of the pool's term for the stage's own weight versions."""
-    return _term(WEIGHT_VERSIONS, stage_index)
+    return stage_term(WEIGHT_VERSIONS, stage_index)
 
 
-def _term(name: str, stage_index: int) -> str:
+def stage_term(name: str, stage_index: int) -> str:
     return f"{name} of stage {stage_index}"

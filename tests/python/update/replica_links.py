@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from pipedream import _core
-from pipedream.update.shard_client import ReplicaChannels
+from pipedream.links.replica_channels import ReplicaChannels
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 

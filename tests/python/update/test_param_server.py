@@ -4,6 +4,7 @@ each gradient is in exactly one update, and every replica gets every version."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import cast
 
@@ -199,6 +200,7 @@ class _FactoredReplica:
             {other: name.replace("push", "factors") for other, name in names.items()}
             for names in (channels.push_to, channels.push_from)
         )
+        channels = dataclasses.replace(channels, factors_to=to, factors_from=from_)
         self.server = ParameterServer(
             self.weights,
             optimizer,
@@ -212,9 +214,8 @@ class _FactoredReplica:
             factors=FactorExchange(
                 weights,
                 {"0.weight": layers["0.weight"]},
-                channels_to=to,
-                channels_from=from_,
                 replica=replica,
+                num_replicas=num_replicas,
                 device=torch.device("cpu"),
             ),
         )
