@@ -25,6 +25,7 @@ import functools
 import json
 import os
 import secrets
+import shutil
 import stat
 import sys
 import tempfile
@@ -342,43 +343,19 @@ def _lock(folder: Path) -> int:
 
 def _remove_left_ones(temporary: Path) -> None:
     """Removes folders of killed callers. Best effort: files that cannot be removed stay."""
-    with contextlib.suppress(OSError), os.scandir(temporary) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith(_PREFIX)]
-        for name in names:
-            with contextlib.suppress(OSError):
-                _remove_if_left(temporary, name)
+    for folder in temporary.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            _remove_if_left(folder)
 
 
-def _remove_if_left(temporary: Path, name: str) -> None:
-    """Removes the folder if its owner has ended. Uses a descriptor of the checked folder, because the
-    folder's name may belong to another file a moment later."""
-    with _opened(temporary / name, os.O_DIRECTORY) as folder:
-        status = os.fstat(folder)
-        if status.st_uid != os.getuid() or status.st_mode & _OTHERS:
-            return
-        with _opened(_LOCK, os.O_RDWR, within=folder) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the owner lives
-            _empty(folder)
-            os.rmdir(temporary / name)  # removes only an empty folder, whichever has the name now
-
-
-def _empty(folder: int) -> None:
-    """Removes all entries, the lock file last. Without a lock file nobody would ever remove the rest."""
-    with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: entry.name == _LOCK)
-    for entry in found:
-        if entry.is_dir(follow_symlinks=False):
-            with _opened(entry.name, os.O_DIRECTORY, within=folder) as inner:
-                _empty(inner)
-            os.rmdir(entry.name, dir_fd=folder)
-        else:
-            os.unlink(entry.name, dir_fd=folder)
-
-
-@contextlib.contextmanager
-def _opened(path: str | Path, flags: int, *, within: int | None = None) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+def _remove_if_left(folder: Path) -> None:
+    """Removes the folder if its owner has ended. No other user can write into a folder of mode 0700."""
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & _OTHERS:
+        return
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        yield descriptor
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the owner lives
+        shutil.rmtree(folder)
     finally:
-        os.close(descriptor)
+        os.close(lock)
