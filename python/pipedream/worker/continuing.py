@@ -101,7 +101,7 @@ def found_checkpoint(
     epoch = _epoch_at(found.checkpoint, found.manifest, minibatch)
     evaluates = False
     if minibatch == reached:
-        last = _state_of_last(found.checkpoint, found.manifest)
+        last = read_part_state(found.checkpoint, _last_stage_of(found.manifest))
         # A run that was ended by Ctrl-C has left out the evaluation that was planned at this minibatch.
         is_due = _is_due(found.checkpoint, found.manifest, evaluates_every, group_size, epoch)
         is_done = any(each[0] == minibatch for each in last.get(EVALUATED, ()))
@@ -133,8 +133,7 @@ def _epoch_at(checkpoint: Path, manifest: Manifest, minibatch: int) -> int:
 def kinds_of(continued: Continued) -> list[Shapes]:
     """Returns the shapes of minibatches for which the earlier run had planned its memory. They may be larger
     than the first minibatch."""
-    checkpoint = Path(continued.path)
-    facts = read_part_state(checkpoint, 0)
+    facts = read_part_state(Path(continued.path), 0)
     return [checked_shapes(KINDS, kind) for kind in facts.get(KINDS, ())]
 
 
@@ -196,10 +195,9 @@ class _CheckpointState(RunState):
         newest = read_kind(self._checkpoint, files)
         if not has_pieces(newest):
             return own
-        names = read_part_state(self._checkpoint, stage)[NAMES]
         first = read_snapshot(self._checkpoint, parts[0])
         older = first.versions if kind == "version" else first.tied[stage]
-        return {**older, max(older): join_pieces(newest, names)}
+        return {**older, max(older): join_pieces(newest, read_part_state(self._checkpoint, stage)[NAMES])}
 
     def restore_generators(self, rank: int, stream: Any) -> None:
         """Does nothing here: go_to_position() restores them."""
@@ -216,17 +214,15 @@ def with_checkpoint(options: JobOptions) -> tuple[JobOptions, int | None]:
     The seed is None without a checkpoint. Raises ValueError for another seed than the checkpoint's."""
     if options.continues is None:
         return options, None
-    checkpoint = Path(options.continues.path)
-    manifest = read_manifest(checkpoint)
+    checkpoint, manifest = _opened(options.continues)
     seed = manifest.header.seed
     if options.seed is not None and base_seed(options.seed) != seed:
         raise ValueError(
             f"seed is {options.seed}, and {checkpoint} is of a run with another: give the same, or leave seed"
             " out"
         )
-    facts = read_part_state(checkpoint, 0)
     is_at_boundary = manifest.header.minibatch == options.continues.minibatch
-    if not is_at_boundary or facts["settings"] != options.settings_of_state():
+    if not is_at_boundary or read_part_state(checkpoint, 0)["settings"] != options.settings_of_state():
         return options, seed
     return replace(options, state=_CheckpointState(checkpoint, options)), seed
 
@@ -235,9 +231,8 @@ def read_record(continued: Continued | None) -> dict[str, list[Any]]:
     """Returns losses, samples, epochs and evaluations of the minibatches before the checkpoint."""
     if continued is None:
         return {}
-    checkpoint = Path(continued.path)
-    manifest = read_manifest(checkpoint)
-    last = max(part.stage for part in manifest.parts)
+    checkpoint, manifest = _opened(continued)
+    last = _last_stage_of(manifest)
     of_last = [_read_record_of(checkpoint, part) for part in manifest.parts if part.stage == last]
     of_first = _read_record_of(checkpoint, manifest.parts[0])
     losses = losses_of([record["losses"] for record in of_last], manifest.header.microbatches)
@@ -247,7 +242,7 @@ def read_record(continued: Continued | None) -> dict[str, list[Any]]:
         "epochs": of_first["epochs"],
     }
     before = {name: values[: continued.minibatch] for name, values in record.items()}
-    evaluated = _state_of_last(checkpoint, manifest).get(EVALUATED, [])
+    evaluated = read_part_state(checkpoint, last).get(EVALUATED, [])
     return before | {EVALUATED: [each for each in evaluated if each[0] <= continued.minibatch]}
 
 
@@ -261,14 +256,14 @@ def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
     continued = run.options.continues
     if continued is None:
         return
-    checkpoint = Path(continued.path)
-    manifest = read_manifest(checkpoint)
+    checkpoint, manifest = _opened(continued)
     if (run.reads_inputs or run.reads_targets) and isinstance(source.stream, DataStream):
-        state = read_part_state(checkpoint, 0)
         tensors = read_kind(checkpoint, manifest.parts[0].of_kind("tensors"))
         is_shown = run.options.output.progress and run.reads_inputs and run.rank == 0
         with skipping_shown(continued.minibatch, is_shown=is_shown) as tell:
-            source.stream.go_to(continued.minibatch, decode(state[DATA], tensors), tell)
+            source.stream.go_to(
+                continued.minibatch, decode(read_part_state(checkpoint, 0)[DATA], tensors), tell
+            )
     if run.options.state is not None and run.plan.workers_used > 1:
         stage = run.own_stages()[0].stage_index
         state = read_part_state(checkpoint, stage, run.plan.replica_of(run.rank))
@@ -282,8 +277,7 @@ def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str,
     continued = run.options.continues
     if continued is None:
         return []
-    checkpoint = Path(continued.path)
-    manifest = read_manifest(checkpoint)
+    checkpoint, manifest = _opened(continued)
     if run.options.state is not None:
         _take_frozen(run, checkpoint, manifest)
         return []
@@ -339,13 +333,16 @@ def read_averages_of(continued: Continued | None) -> tuple[dict[str, Tensor], in
     checkpoint."""
     if continued is None:
         return {}, 0
-    return read_averages(Path(continued.path), read_manifest(Path(continued.path)))
+    return read_averages(*_opened(continued))
 
 
-def _state_of_last(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
-    """Returns the state, without tensors, of the last stage's first replica."""
-    last = max(part.stage for part in manifest.parts)
-    return read_part_state(checkpoint, last)
+def _opened(continued: Continued) -> tuple[Path, Manifest]:
+    checkpoint = Path(continued.path)
+    return checkpoint, read_manifest(checkpoint)
+
+
+def _last_stage_of(manifest: Manifest) -> int:
+    return max(part.stage for part in manifest.parts)
 
 
 def _parts_by_place(manifest: Manifest) -> dict[tuple[int, int], Part]:
