@@ -81,18 +81,7 @@ def calibrate(
 
     Raises ValueError for fewer than 2 workers or 20 minibatches, under torchrun, and as run() does.
     """
-    plan, runs = calibration_runs(
-        profile,
-        model,
-        data,
-        loss_fn,
-        optimizer=optimizer,
-        workers=workers,
-        minibatches=minibatches,
-        transport=transport,
-        weights=weights,
-        progress=progress,
-    )
+    plan, runs = calibration_runs(**locals())
     return replace(profile, runtime=write_value(runtime_costs(profile, plan, runs, usable_cpus())))
 
 

@@ -18,7 +18,6 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 from pipedream import _core
 
@@ -107,12 +106,7 @@ class Pulse:
     def __enter__(self) -> Pulse:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:

@@ -41,7 +41,7 @@ from pipedream.checkpoint.stage_files import piece_name
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.model.layers import flat_view
 from pipedream.update.gradients import RunStep
-from pipedream.update.pushes import bytes_of, item_of
+from pipedream.update.pushes import item_of
 from pipedream.update.shard_client import ShardClient
 from pipedream.update.shards import Chunk, Piece, ShardLayout, ShardPart, parts_of
 from pipedream.update.weights import view_like
@@ -328,7 +328,7 @@ class AsynchronousServer(ShardClient):
         flags, content = tensors
         if not flags[position]:
             return None
-        part = bytes_of(content)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+        part = content.view(torch.uint8)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
         return part.view(self._leaves(0, 0)[piece.parameter].dtype)
 
     # For both threads.

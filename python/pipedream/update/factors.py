@@ -26,13 +26,11 @@ from torch import Tensor, nn
 
 from pipedream.common.errors import PipelineError
 from pipedream.model.factored import FactoredLayers, Factors
-from pipedream.planning import factor_rule
 
 __all__ = [
     "FactorExchange",
     "FactorLayer",
     "RoundFactors",
-    "are_smaller",
     "factors_of",
     "item_of",
     "mean_product",
@@ -60,12 +58,6 @@ class FactorLayer:
     def factor_bytes(self) -> int:
         """The most bytes of one replica's factors in a round."""
         return self.num_rows_max * (self.num_outputs + self.num_inputs) * self.dtype.itemsize
-
-
-def are_smaller(layer: FactorLayer, num_replicas: int, pushed_bytes: int | None = None) -> bool:
-    """Whether a layer's factors are fewer bytes than its gradient. pushed_bytes: bytes of the gradient after
-    the codec of pushes; None without a codec."""
-    return factor_rule.are_smaller(layer.factor_bytes, layer.weight_bytes, num_replicas, pushed_bytes)
 
 
 class RoundFactors:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import to_dlpack
@@ -21,7 +20,7 @@ from pipedream.common.errors import PipelineError
 from pipedream.model.boundary import exportable
 from pipedream.update.gradients import in_order
 
-__all__ = ["EarlyPushes", "bytes_of", "item_of"]
+__all__ = ["EarlyPushes", "item_of"]
 
 
 class EarlyPushes:
@@ -100,7 +99,3 @@ class EarlyPushes:
 def item_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Returns the DLPack capsules that pass the tensors of an item to the core."""
     return [to_dlpack(exportable(tensor)) for tensor in tensors]
-
-
-def bytes_of(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8)

@@ -78,15 +78,8 @@ class _Group:
     def slot_of(self, version: int) -> int:
         return (version - self._first) % self.versions.num_slots
 
-    def version_read_by(self, minibatch: int, microbatch: int = 0) -> int:
-        return _core.tied_version(self._schedule, self.owner, minibatch, microbatch)
-
     def slot_read_by(self, minibatch: int, microbatch: int = 0) -> int:
-        return self.slot_of(self.version_read_by(minibatch, microbatch))
-
-    def oldest_from(self, minibatch: int, microbatch: int) -> int:
-        """The oldest version that this microbatch or a later one reads."""
-        return _core.oldest_tied_version(self._schedule, self.owner, minibatch, microbatch)
+        return self.slot_of(_core.tied_version(self._schedule, self.owner, minibatch, microbatch))
 
     def kept_from(self, minibatch: int) -> range:
         """Returns the newest version, and the older versions that this minibatch or a later one reads."""
@@ -138,6 +131,7 @@ class TiedParameters:
         wait_until_sent: called as wait_until_sent(user, n). It waits until at most n versions are still to be
         sent to the user.
         averages: takes the versions that come from owners."""
+        self._schedule = schedule
         self._stage = stage_index
         self._replica = replica
         self._wait_until_sent = wait_until_sent
@@ -159,7 +153,6 @@ class TiedParameters:
                 self._users.setdefault(user, []).append(index)
         self._owned = self._groups.get(stage_index)
         self._received: dict[int, list[Tensor | None]] = {}  # gradients of the next update, by user
-        self._num_microbatches = schedule.num_microbatches
         self._num_replicas = schedule.placement.num_replicas
         self._has_replicas = any(
             schedule.placement.num_replicas(stage) > 1 for stage in (stage_index, *self._users, *self._groups)
@@ -268,16 +261,16 @@ class TiedParameters:
         still be
         sent to another replica."""
         next_minibatch, next_microbatch = self._own_after(minibatch, microbatch)
-        for group in self._groups.values():
-            version = group.version_read_by(minibatch, microbatch)
-            is_read = version >= group.oldest_from(next_minibatch, next_microbatch)
+        for owner, group in self._groups.items():
+            version = _core.tied_version(self._schedule, owner, minibatch, microbatch)
+            oldest = _core.oldest_tied_version(self._schedule, owner, next_minibatch, next_microbatch)
             is_leaving = group is self._owned and self._has_replicas
-            if not is_read and group.versions.num_slots > 1 and not is_leaving:
+            if version < oldest and group.versions.num_slots > 1 and not is_leaving:
                 group.versions.poison(group.slot_of(version))
 
     def _own_after(self, minibatch: int, microbatch: int) -> tuple[int, int]:
         """The replica's next microbatch."""
-        m = self._num_microbatches
+        m = self._schedule.num_microbatches
         return divmod(minibatch * m + microbatch + self._num_replicas(self._stage), m)
 
     def gradients_for(self, owner: int) -> list[Tensor]:

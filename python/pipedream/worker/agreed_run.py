@@ -140,11 +140,8 @@ class AgreedRun:
         """The parameters of all stages that are not trained."""
         return {name: p for stage in self.stages for name, p in stage.frozen_parameters()}
 
-    def ties_of(self, stage_index: int) -> list[Tie]:
-        return [tie for tie in self.ties if stage_index in tie.stages]
-
     def tied_parameters_of(self, stage_index: int) -> list[nn.Parameter]:
-        return [tie.parameter for tie in self.ties_of(stage_index)]
+        return [tie.parameter for tie in self.ties if stage_index in tie.stages]
 
     @property
     def links(self) -> LinkOptions:

@@ -21,7 +21,8 @@ from pipedream.common.units import format_bytes
 from pipedream.model.factored import Factors
 from pipedream.model.layers import dtype_name
 from pipedream.planning.codec_choice import codec_of_pushes, pushes_factors
-from pipedream.update.factors import FactorLayer, are_smaller, mean_product
+from pipedream.planning.factor_rule import are_smaller
+from pipedream.update.factors import FactorLayer, mean_product
 from pipedream.update.gradients import updated_parameters
 from pipedream.worker.agreed_run import AgreedRun, wait_for
 
@@ -145,7 +146,9 @@ class FactorChoice:
 
         replicas = self._num_replicas(stage)
         found = [
-            layer for layer in self._candidates(stage) if are_smaller(layer, replicas, pushed_bytes(layer))
+            layer
+            for layer in self._candidates(stage)
+            if are_smaller(layer.factor_bytes, layer.weight_bytes, replicas, pushed_bytes(layer))
         ]
         return found[:_NUM_LAYERS_MAX]
 

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -38,18 +38,14 @@ _MAPPED_BYTES_MIN = 1 << 16  # bytes of memory; less is put into the pickle
 _ALIGNMENT = 64  # of memory within a file, as allocators align it
 
 
-class _Sink(Protocol):
-    def write(self, content: bytes, /) -> object: ...
-
-
 class HostPickler(pickle.Pickler):
     """Pickles tensors with their contents. A tensor on a GPU is copied to host memory, and is unpickled
     there. Tensors that share memory, such as a buffer and a view of the buffer, still share memory when they
     are unpickled."""
 
-    def __init__(self, content: _Sink, memory: MemoryFile | None) -> None:
-        """memory: the file for tensors and arrays of at least mapped_bytes_min. None: all tensors are in the
-        pickle, and functions are pickled by their names.
+    def __init__(self, content: Any, memory: MemoryFile | None) -> None:
+        """content: an object with write(). memory: the file for tensors and arrays of at least
+        mapped_bytes_min. None: all tensors are in the pickle, and functions are pickled by their names.
         """
         super().__init__(content)
         self.mapped_bytes_min = _MAPPED_BYTES_MIN

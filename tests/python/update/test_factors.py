@@ -6,14 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from pipedream.model.factored import Factors
-from pipedream.update.factors import (
-    FactorLayer,
-    RoundFactors,
-    are_smaller,
-    factors_of,
-    item_of,
-    mean_product,
-)
+from pipedream.planning.factor_rule import are_smaller
+from pipedream.update.factors import FactorLayer, RoundFactors, factors_of, item_of, mean_product
 
 
 def _layer(num_rows: int = 4, outputs: int = 3, inputs: int = 5) -> FactorLayer:
@@ -30,19 +24,9 @@ def _factors(num_rows: int, seed: int = 0) -> Factors:
 @pytest.mark.parametrize("num_replicas", [2, 3, 8])
 def test_factors_are_smaller_below_two_m_n_over_r_m_plus_n_rows(num_replicas: int) -> None:
     rows = 2 * 4096 * 1024 // (num_replicas * (4096 + 1024))
-    assert are_smaller(_layer(rows, 4096, 1024), num_replicas)
-    assert not are_smaller(_layer(rows + 1, 4096, 1024), num_replicas)
-
-
-def test_as_many_bytes_are_not_fewer() -> None:
-    assert not are_smaller(_layer(32, 64, 64), 2)
-    assert are_smaller(_layer(31, 64, 64), 2)
-
-
-def test_an_encoded_gradient_makes_fewer_factors_smaller() -> None:
-    layer = _layer(31, 64, 64)
-    assert are_smaller(layer, 2, pushed_bytes=layer.weight_bytes)
-    assert not are_smaller(layer, 2, pushed_bytes=layer.weight_bytes // 4)
+    fewer, more = _layer(rows, 4096, 1024), _layer(rows + 1, 4096, 1024)
+    assert are_smaller(fewer.factor_bytes, fewer.weight_bytes, num_replicas)
+    assert not are_smaller(more.factor_bytes, more.weight_bytes, num_replicas)
 
 
 def test_all_uses_of_a_round_are_one_below_the_other_in_memory_of_their_own() -> None:
