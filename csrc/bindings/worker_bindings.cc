@@ -290,9 +290,10 @@ class PyWorker {
   py::list versions(std::int64_t stage) const {
     return version_rows(worker_->engine().versions(StageIndex(stage)));
   }
-  py::dict kept_versions(std::int64_t stage) const {
+  py::dict kept_versions(std::int64_t stage, std::int64_t minibatch) const {
     py::dict slot_of_version;
-    for (const auto& [version, slot] : worker_->engine().kept_versions(StageIndex(stage))) {
+    const StageEngine& engine = worker_->engine();
+    for (const auto& [version, slot] : engine.kept_versions(StageIndex(stage), MinibatchId(minibatch))) {
       slot_of_version[py::int_(version.value())] = slot.value();
     }
     return slot_of_version;
@@ -538,9 +539,8 @@ void bind_worker(py::module_& module) {
       .def("fail", &PyWorker::fail, py::arg("why"),
            "Whoever waits in this worker raises RunFailure('Aborted', why). Any thread.")
       .def("versions", &PyWorker::versions, py::arg("stage"))
-      .def("kept_versions", &PyWorker::kept_versions, py::arg("stage"),
-           "version -> slot of what the stage keeps for a run that goes on where this one ends, once all is "
-           "done.")
+      .def("kept_versions", &PyWorker::kept_versions, py::arg("stage"), py::arg("minibatch"),
+           "version -> slot of the versions that a run needs if it continues with this minibatch.")
       .def("spans", &PyWorker::spans)
       .def("transfers", &PyWorker::transfers,
            "(channel -> rows of what was sent, channel -> rows of what was received), oldest first")

@@ -97,12 +97,11 @@ const std::vector<VersionsRead>& StageEngine::versions(StageIndex stage) const {
   return part_of(stage).versions;
 }
 
-std::vector<StageEngine::KeptVersion> StageEngine::kept_versions(StageIndex stage) const {
+std::vector<StageEngine::KeptVersion> StageEngine::kept_versions(StageIndex stage,
+                                                                 MinibatchId minibatch) const {
   const Part& part = part_of(stage);
   const VersionSlots& slots = *part.stage_part.slots;
-  PD_CHECK(cursor_.num_minibatches().has_value(), "stage " << stage.value() << " has not ended");
-  const MinibatchId end(*cursor_.num_minibatches());
-  const std::int64_t next = part.rounds.number_of(end, MicrobatchIndex(0));
+  const std::int64_t next = part.rounds.number_of(minibatch, MicrobatchIndex(0));
   std::vector<KeptVersion> kept;
   for (WeightVersion version = part.rule.oldest_from(next); version <= slots.newest();
        version = version.next()) {

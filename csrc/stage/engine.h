@@ -143,13 +143,14 @@ class StageEngine {
   // index counts the replica's own microbatches from the run's start. `backward` is valid for completed
   // microbatches.
   [[nodiscard]] const std::vector<VersionsRead>& versions(StageIndex stage) const;
-  // When all is done: the versions, with their slots, that the stage keeps for a run that continues this one.
-  // These are the versions from the oldest that any replica's next microbatch reads up to the newest.
+  // The versions, with their slots, that a run needs at this stage if it continues with the minibatch. These
+  // are the versions from the oldest that any replica's microbatch from there on reads up to the newest. Call
+  // it between the update before the minibatch and the minibatch's own update.
   struct KeptVersion {
     WeightVersion version;
     SlotIndex slot;
   };
-  [[nodiscard]] std::vector<KeptVersion> kept_versions(StageIndex stage) const;
+  [[nodiscard]] std::vector<KeptVersion> kept_versions(StageIndex stage, MinibatchId minibatch) const;
   [[nodiscard]] std::vector<Span> spans() const { return times_.spans(); }  // oldest first
   [[nodiscard]] EngineTotals totals() const { return times_.totals(); }
   // The number of completed work items. Any thread.

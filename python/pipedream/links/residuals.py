@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from pipedream import _core
 from pipedream.links.channels import RunChannel
 
-__all__ = ["Residuals", "keep_residuals", "restore_residuals"]
+__all__ = ["Residuals", "by_name", "from_names", "keep_residuals", "restore_residuals"]
 
 Residuals = dict[str, list[Tensor]]
 """Maps a channel's name to the channel's residuals in host memory: set after set, and in a set tensor after
@@ -36,6 +36,24 @@ def keep_residuals(core: _core.Worker, rank: int, channels: Iterable[RunChannel]
                 for residual in _residuals_of(core, channel.name)
             ]
     return kept
+
+
+def by_name(residuals: Residuals) -> dict[str, Tensor]:
+    """Returns each residual under a name, as a snapshot stores it."""
+    return {
+        f"{channel} / {index}": residual
+        for channel, of_channel in residuals.items()
+        for index, residual in enumerate(of_channel)
+    }
+
+
+def from_names(named: Mapping[str, Tensor]) -> Residuals:
+    """Returns the residuals of which by_name() has given `named`."""
+    by_index: dict[str, dict[int, Tensor]] = {}
+    for name, residual in named.items():
+        channel, _, index = name.rpartition(" / ")
+        by_index.setdefault(channel, {})[int(index)] = residual
+    return {channel: [found[index] for index in sorted(found)] for channel, found in by_index.items()}
 
 
 def restore_residuals(core: _core.Worker, kept: Mapping[str, Iterable[Tensor]]) -> None:

@@ -28,7 +28,7 @@ from typing import Protocol
 
 from pipedream import _core
 from pipedream.data.minibatch_source import MinibatchSource
-from pipedream.stage.decisions import EVALUATE, RATE, SNAPSHOT, STOP, Asking, Saving, Stopping
+from pipedream.stage.decisions import EVALUATE, RATE, SNAPSHOT, STOP, Asking, Stopping
 
 __all__ = [
     "EVALUATE",
@@ -78,12 +78,12 @@ class StageZeroGate:
         stopping: Stopping | None = None,
         asking: Asking | None = None,
         evaluates: bool = False,
-        saving: Saving | None = None,
+        saves_before: Callable[[int], bool] | None = None,
         first_of_run: int = 0,
         begins_with: int = 0,
     ) -> None:
         """evaluates: whether this replica runs the evaluations.
-        saving: decides on a SNAPSHOT that does not follow from the data.
+        saves_before: decides on a SNAPSHOT that does not follow from the data.
         first_of_run: the boundary at which the run begins.
         begins_with: all events that are due at first_of_run."""
         self._source = source
@@ -92,7 +92,7 @@ class StageZeroGate:
         self._stopping = stopping
         self._asking = asking
         self._evaluates = evaluates
-        self._saving = saving
+        self._saves_before = saves_before
         self._first_of_run = first_of_run
         self._begins_with = begins_with
         self._group = -1
@@ -135,7 +135,7 @@ class StageZeroGate:
             events |= self._asking.events_at(group, epochs, self._source, evaluates=evaluates)
             if is_held and evaluates:
                 events &= ~EVALUATE  # the evaluation is done
-        if self._saving is not None and is_whole and self._saving.saves_before(group):
+        if self._saves_before is not None and is_whole and self._saves_before(group):
             events |= SNAPSHOT
         if not is_whole:
             self._late = events & (EVALUATE | SNAPSHOT)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,8 +30,6 @@ __all__ = [
     "AnswerWay",
     "Asking",
     "RateChanges",
-    "SaveWords",
-    "Saving",
     "Steered",
     "StopOrder",
     "Stopping",
@@ -84,79 +81,6 @@ class Stopping:
                 return False
             stop_at = self._order.stop_at = group + self._lead
         return stop_at <= group
-
-
-class SaveWords(Protocol):
-    """Carries messages, called words, from rank 0 to all replicas of stage 0. A word says whether the run is
-    saved soon, and names the boundary of the next word."""
-
-    def say(self, boundary: int, word: list[int]) -> None:
-        """Sends rank 0's word about this boundary."""
-
-    def hear(self, boundary: int, check: Callable[[], None]) -> list[int]:
-        """Waits, at any replica, for rank 0's word about this boundary, and returns it. check: called during
-        the wait. It raises the error that ends the run."""
-
-
-class Saving:
-    """Decides where a run is saved if the data do not decide that, for example if checkpoints are due by
-    time. Rank 0 saves at its next boundary.
-
-    If stage 0 has replicas, all must save at the same boundary. So rank 0 sends a message, the word, at some
-    boundaries B, which all replicas know in advance:
-
-        rank 0    at B           says whether to save at B + lead, and names the next B
-        all       at B + lead    read the word, and save or go on
-
-    A replica seldom waits for the word. It cannot reach B + lead without rank 0's pushes of the rounds
-    before, so rank 0 has passed B by then."""
-
-    def __init__(
-        self,
-        words: SaveWords,
-        *,
-        is_due: Callable[[], bool] | None,
-        lead: int,
-        first_boundary: int,
-        group_size: int,
-        period_s: float,
-    ) -> None:
-        """is_due: called by rank 0 at boundaries; None at other ranks. lead: as in Stopping; 0 if stage 0 has
-            one replica.
-        first_boundary: the first B.
-        period_s: seconds from one word to the next, roughly."""
-        self._words = words
-        self._is_due = is_due
-        self._lead = lead
-        self._group_size = group_size
-        self._period_s = period_s
-        self._says = self._hears = first_boundary
-        """The boundaries of the next words."""
-        self._num_between = 0  # minibatches between the last two words
-        self._spoke_s = time.monotonic()
-        self.check: Callable[[], None] = lambda: None
-        """Raises the failure of a link, if the segment has one."""
-
-    def saves_before(self, group: int) -> bool:
-        if self._lead == 0:
-            return self._is_due is not None and self._is_due()
-        if self._is_due is not None and group >= self._says:
-            said_at, self._says = self._says, self._says + self._num_to_next_word()
-            self._words.say(said_at, [int(self._is_due()), self._says])
-        if group < self._hears + self._lead:
-            return False
-        is_saved, self._hears = self._words.hear(self._hears, self.check)
-        return bool(is_saved)
-
-    def _num_to_next_word(self) -> int:
-        """Returns the number of minibatches until the next word, in whole groups. They take about period_s
-        seconds if the pace stays as it was since the last word."""
-        now_s = time.monotonic()
-        pace = self._num_between / max(now_s - self._spoke_s, 1e-9)
-        num_wanted = min(pace * self._period_s, 2 * self._num_between)
-        self._spoke_s = now_s
-        self._num_between = max(1, int(num_wanted // self._group_size)) * self._group_size
-        return self._num_between
 
 
 class AnswerWay(Protocol):

@@ -28,7 +28,7 @@ class FirstGradients:
     def note(self, work: _core.WorkItem, runner: StageRunner) -> None:
         """Writes the norm after the last backward of minibatch 0, before its gradients are taken."""
         if work.minibatch == 0 and work.microbatch == self._last_microbatch:
-            leaves = runner.parts.weights.own.leaves(runner.gradient_slot)
+            leaves = runner.prepared.weights.own.leaves(runner.gradient_slot)
             norm = math.sqrt(figures_of([leaf.grad for leaf in leaves]).squared_norm)
             self._figures.write_gradient_norm(work.stage, norm / runner.loss_scale)
 

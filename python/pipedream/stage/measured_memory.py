@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,13 +27,11 @@ from pipedream.budget.memory import (
 from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
 from pipedream.planning.plan import Plan
 from pipedream.stage.position import memory_rows
+from pipedream.stage.saving import StageSaver
 from pipedream.stage.stage_runner import StageRunner
 from pipedream.update.asynchronous_server import AsynchronousServer
 from pipedream.update.param_server import ParameterServer
 from pipedream.update.shard_client import ShardClient
-
-if TYPE_CHECKING:
-    from pipedream.stage.saving import StageSaver
 
 __all__ = ["MeasuredMemory", "measured_until"]
 
@@ -110,4 +107,4 @@ class MeasuredMemory:
 
 
 def _gradient_bytes(runners: Iterable[StageRunner]) -> int:
-    return sum(runner.parts.gradients.num_bytes(runner.gradient_slot) for runner in runners)
+    return sum(runner.prepared.gradients.num_bytes(runner.gradient_slot) for runner in runners)

@@ -29,12 +29,11 @@ from pipedream.checkpoint.stage_files import FROZEN, NAMES, RECORD, Content, con
 from pipedream.checkpoint.writer import CheckpointWriter
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream
-from pipedream.links.residuals import Residuals
+from pipedream.links.residuals import Residuals, by_name
 from pipedream.model.loss_state import LossState
 from pipedream.model.seeding import RngState
 from pipedream.stage.boundaries import EVALUATE, SNAPSHOT
-from pipedream.stage.stage_loop import PreparedStage
-from pipedream.stage.stage_runner import StageRunner
+from pipedream.stage.stage_runner import PreparedStage, StageRunner
 from pipedream.update.asynchronous_server import AsynchronousServer
 from pipedream.update.shard_client import ShardClient
 from pipedream.update.shards import Piece, ShardLayout
@@ -76,6 +75,7 @@ class StageSaver:
 
     def __init__(
         self,
+        core: _core.Worker,
         writer: CheckpointWriter,
         header: Header,
         facts: Mapping[str, Any],
@@ -99,6 +99,7 @@ class StageSaver:
             call.
         loss_state: the state of the loss, if the worker has the last stage.
         """
+        self._core = core
         self._writer = writer
         self._header = header
         self._facts = facts
@@ -116,7 +117,6 @@ class StageSaver:
             for stage, part in self._parts.items()
         }
         """By stage: the memory of frozen parameters and the number of writes, before any forward."""
-        self._slot_of = {stage: dict(part.start.slot_of) for stage, part in self._parts.items()}
         self._begun: dict[int, list[_Begun]] = {stage: [] for stage in self._parts}
         self.losses: Sequence[float] = ()
         """The losses of this segment so far, if the worker has the last stage."""
@@ -183,26 +183,15 @@ class StageSaver:
         """Copies the newest version at a stage that does not stash, because the next update may overwrite the
         stage's only slot."""
         for begun in self._begun[work.stage]:
-            self._keep_current(work.stage, begun)
-
-    def note_update(self, stage: int, slot: int) -> None:
-        """Notes that an update has written the stage's next version into this slot."""
-        slot_of = self._slot_of[stage]
-        newest = max(slot_of) + 1
-        for version in [version for version, at in slot_of.items() if at == slot]:
-            del slot_of[version]
-        slot_of[newest] = slot
+            self.runners[work.stage].keep_version(work, begun.held)
 
     # Parts of a snapshot.
 
-    def _keep_current(self, stage: int, begun: _Begun) -> None:
-        newest, slot = max(self._slot_of[stage].items())
-        begun.held.keep(newest, self._parts[stage].weights.own, slot)
-
     def _snapshot(self, stage: int, begun: _Begun) -> StageSnapshot:
         part, minibatch = self._parts[stage], begun.minibatch
+        scaling = part.loss_scaling
         held = {**self.runners[stage].kept.contents, **begun.held.contents}
-        kept = part.weights.own.contents_at_once(dict(sorted(self._slot_of[stage].items())))
+        kept = part.weights.own.contents_at_once(self._core.kept_versions(stage, minibatch))
         # A stage that uses tied parameters of another stage may not have their newest version yet. A run that
         # continues reads that version from the owner's snapshot.
         owned_slots = part.tied.kept_owned_slots(minibatch)
@@ -215,11 +204,7 @@ class StageSaver:
             pieces, tied_pieces = self._own_pieces(part.gradients.layout)
             kept, owned = self._own_part(kept, pieces), self._own_part(owned, tied_pieces)
         tensors, document = part.optimizer.state(to_host=Tensor.detach)
-        residuals = {
-            f"{channel} / {index}": residual
-            for channel, of_channel in self._keep_residuals().items()
-            for index, residual in enumerate(of_channel)
-        }
+        residuals = by_name(self._keep_residuals())
         return StageSnapshot(
             stage,
             self._replica,
@@ -229,17 +214,10 @@ class StageSaver:
             buffers=begun.buffers,
             optimizer=tensors,
             optimizer_document=document,
-            document=self._loss_scaling_of(stage, minibatch),
+            document={} if scaling is None else {"loss_scaling": scaling.state(minibatch)},
             residuals=residuals if stage == min(self._parts) else {},
             document_tensors=begun.tensors,
         )
-
-    def _loss_scaling_of(self, stage: int, minibatch: int) -> dict[str, Any]:
-        scaling = self._parts[stage].loss_scaling
-        if scaling is None:
-            return {}
-        num_replicas = _core.rounds_of(self._schedule, stage).num_replicas
-        return {"loss_scaling": scaling.state(minibatch * self._schedule.num_microbatches // num_replicas)}
 
     def _own_pieces(self, layout: ShardLayout) -> tuple[list[Piece], list[Piece]]:
         """Returns the pieces of the newest version that this replica saves: (of parameters that only this

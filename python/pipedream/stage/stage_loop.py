@@ -12,13 +12,12 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipedream import _core
-from pipedream.budget.offload import StageOffload
 from pipedream.budget.torch_pool import TorchPool
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards
@@ -27,7 +26,6 @@ from pipedream.data.batch_reader import BatchReader, ValidationReader
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.model.boundary import TENSORS, Boundary
 from pipedream.model.draws import KeyedDraws
-from pipedream.model.stage_module import StageModule
 from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
 from pipedream.report.status import StatusBoard
@@ -40,7 +38,7 @@ from pipedream.stage.boundaries import (
     Planned,
     StageZeroGate,
 )
-from pipedream.stage.decisions import STOP, Saving, Steered
+from pipedream.stage.decisions import STOP, Steered
 from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.evaluation import EvaluatedStage, EvaluationPlan, Evaluations, Measures, evaluation_name
@@ -48,46 +46,16 @@ from pipedream.stage.first_gradients import make_first_gradients
 from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.stage.measured_memory import MeasuredMemory, measured_until
 from pipedream.stage.position import LEAVE_TIMEOUT_S, Position, located, num_received_bytes
-from pipedream.stage.stage_runner import StageParts, StageRunner
+from pipedream.stage.saving import StageSaver
+from pipedream.stage.stage_runner import PreparedStage, StageParts, StageRunner
 from pipedream.update.asynchronous_server import AsynchronousServer
 from pipedream.update.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
-from pipedream.update.loss_scale import LossScaling
 from pipedream.update.shard_client import ShardClient
-from pipedream.update.stage_optimizer import StageOptimizer
-from pipedream.update.stage_state import StageStart, take_snapshot
-from pipedream.update.tied import TiedParameters
-from pipedream.update.weights import StageWeights
+from pipedream.update.stage_state import take_snapshot
 
-if TYPE_CHECKING:
-    from pipedream.stage.saving import StageSaver
-
-__all__ = ["PreparedStage", "WorkerLoop"]
+__all__ = ["WorkerLoop"]
 
 _NO_FIELDS = _core.ItemFields()
-
-
-class PreparedStage:
-    """One stage of this worker with its weights in the pool."""
-
-    def __init__(
-        self,
-        stage: StageModule,
-        weights: StageWeights,
-        tied: TiedParameters,
-        optimizer: StageOptimizer,
-        offload: StageOffload | None,
-        gradients: StageGradients,
-        loss_scaling: LossScaling | None,
-        start: StageStart,
-    ) -> None:
-        self.stage = stage
-        self.start = start
-        self.gradients = gradients
-        self.weights = weights
-        self.tied = tied
-        self.optimizer = optimizer
-        self.offload = offload
-        self.loss_scaling = loss_scaling
 
 
 class WorkerLoop:
@@ -114,7 +82,7 @@ class WorkerLoop:
         steered: Steered = Steered(),  # noqa: B008 (frozen, of nothing)
         evaluation: EvaluationPlan | None = None,
         make_saver: Callable[[Sequence[PreparedStage]], StageSaver] | None = None,
-        saving: Saving | None = None,
+        saves_before: Callable[[int], bool] | None = None,
     ) -> None:
         """prepared: this worker's stages in ascending order.
         input_boundary: the boundary that the inputs of stage 0 are checked against. None checks nothing.
@@ -129,7 +97,7 @@ class WorkerLoop:
         steered: the objects that can end the run early or change it.
         evaluation: the plan of the evaluations; None without validation.
         make_saver: makes the saver of the stages. None where no checkpoint is written.
-        saving: decides on checkpoints that do not follow from the data."""
+        saves_before: decides on checkpoints that do not follow from the data, at a boundary."""
         self._core = core
         self._options = options
         self._schedule = schedule
@@ -171,7 +139,7 @@ class WorkerLoop:
         self._losses = self._make_losses()
         self.has_updated = False
         """Whether any stage has made an update."""
-        self._saving = saving
+        self._saves_before = saves_before
         self._saver = None if make_saver is None else make_saver(prepared)
         self.was_stopped = False
         """Whether the run ended before its data did."""
@@ -194,7 +162,7 @@ class WorkerLoop:
         rounds = _core.rounds_of(schedule, stages[0]).minibatches_per_round
         self._mean_scale = functools.partial(_mean_scale, core, rounds)
         self._norms = self._make_norms()
-        tied = {stage: runner.parts.tied for stage, runner in self._runners.items()}
+        tied = {part.stage.stage_index: part.tied for part in prepared}
         self._transfers = EdgeTransfers(schedule, tied, self._norms.get(stages[0]), self._servers)
         self._poisons = _core.poisons_released_slots()
         self._first_gradients = make_first_gradients(place.folder, options.microbatches)
@@ -225,7 +193,7 @@ class WorkerLoop:
             evaluates=self._evaluations is not None,
             first_of_run=self._data.first_minibatch,
             begins_with=self._first_events(),
-            saving=self._saving,
+            saves_before=self._saves_before,
         )
 
     def _first_events(self) -> int:
@@ -306,8 +274,6 @@ class WorkerLoop:
         # This replica has microbatches in every stride-th minibatch.
         stride = -(-num_replicas // self._options.microbatches)
         show = functools.partial(_show, self._progress, self._data, board, self._replica, stride)
-        if board is not None and not self._options.output.progress:
-            show = functools.partial(_add_to, board, self._replica)
         record = make_loss_record(self._options.on_nonfinite, show, self._device)
         if self._tells_losses():
             record.parts = collections.deque()
@@ -328,10 +294,6 @@ class WorkerLoop:
         if is_first and not is_last and not copies_data:
             clones_inputs = None
         parts = StageParts(
-            stage=part.stage,
-            weights=part.weights,
-            tied=part.tied,
-            gradients=part.gradients,
             boundary_in=None if is_first else boundaries[stage_index - 1],
             boundary_out=None if is_last else boundaries[stage_index],
             in_microbatches=self._in_microbatches,
@@ -343,12 +305,11 @@ class WorkerLoop:
             backward_seed=backward_seed,
             clones_inputs=clones_inputs,
             copies_targets=copies_data,
-            offload=part.offload,
-            loss_scaling=part.loss_scaling,
-            held=part.start.held,
             torch_region=None if self._torch_pool is None else self._torch_pool.region,
         )
-        return StageRunner(self._options, self._schedule, parts, self._device, self._user, self._describe)
+        return StageRunner(
+            self._options, self._schedule, part, parts, self._device, self._user, self._describe
+        )
 
     def _has_several_in_flight(self, stage_index: int) -> bool:
         """Whether the stage reads the next minibatch before the backward of this one is over."""
@@ -384,8 +345,8 @@ class WorkerLoop:
             self._end_boundary(work, newest_slots)
             if self._clock is not None:
                 self._clock.finish()
-            for runner in self._runners.values():
-                runner.parts.weights.check_gradients_taken()
+            for part in self._prepared:
+                part.weights.check_gradients_taken()
             is_over = not goes_on()
             for stage, runner in self._runners.items():
                 runner.finish(newest_slots[stage], is_over=is_over)
@@ -407,13 +368,9 @@ class WorkerLoop:
                 self._runners[part.stage.stage_index].kept,
                 replica=self._replica,
                 minibatch=minibatch,
-                next_own=minibatch * self._options.microbatches // self._num_replicas_of(part),
             )
             for part in self._prepared
         ]
-
-    def _num_replicas_of(self, part: PreparedStage) -> int:
-        return self._options.plan.stages[part.stage.stage_index].num_replicas
 
     def _end_boundary(self, done: _core.WorkItem, newest_slots: dict[int, int]) -> None:
         """Does the work that is due at the boundary after the last minibatch. newest_slots: as in
@@ -455,8 +412,6 @@ class WorkerLoop:
                     self.has_updated = True
                 work = core.advance(made, runner.fields, user.take_elapsed_ns(), self._prepare)
                 if done.kind == "UPDATE":
-                    if self._saver is not None:
-                        self._saver.note_update(stage, newest_slots[stage])
                     self._boundaries.note_update(stage, minibatch)
             if self._poisons and done.kind == "BACKWARD":
                 runner.poison(done, work.freed_slot)
@@ -473,7 +428,7 @@ class WorkerLoop:
         if kind == "BACKWARD":
             if not runner.stashes:
                 if self._core.num_minibatches() is not None:
-                    runner.keep_version(work)
+                    runner.keep_version(work, runner.kept)
                 if self._saver is not None:
                     self._saver.before_backward(work)
             made = runner.backward(work)
@@ -509,7 +464,7 @@ class WorkerLoop:
 
     def _update(self, runner: StageRunner, work: _core.WorkItem) -> None:
         if not self._norms:
-            runner.parts.gradients.take(work.minibatch, runner.gradient_slot)
+            runner.prepared.gradients.take(work.minibatch, runner.gradient_slot)
             runner.update(work, self._mean_scale(runner, work.minibatch))
             return
         total = self._norms[work.stage].total(work.minibatch)
@@ -573,10 +528,11 @@ class WorkerLoop:
                 str(stage): {
                     "versions": self._core.versions(stage),
                     "recompute": bool(recompute) and recompute[stage],
-                    "offload": [] if runner.parts.offload is None else runner.parts.offload.names(),
-                    "shard": _record_of(runner.parts.gradients),
+                    "offload": [] if part.offload is None else part.offload.names(),
+                    "shard": _record_of(part.gradients),
                 }
-                for stage, runner in self._runners.items()
+                for part in self._prepared
+                for stage in (part.stage.stage_index,)
             },
             "totals": self._core.totals(),
             "spans": self._core.spans(),
@@ -628,10 +584,6 @@ def _end_of(source: MinibatchSource, *, is_continued: bool) -> int | None:
     return None if num_minibatches is None else source.first_minibatch + num_minibatches
 
 
-def _add_to(board: StatusBoard, replica: int, minibatch: int, loss: float, share: float) -> None:
-    board.add_loss(loss, replica)
-
-
 def _show(
     progress: RunProgress,
     source: MinibatchSource,
@@ -666,7 +618,7 @@ def _mean_scale(
     the round, because the stage computes all of the round's minibatches. If no stage has replicas, a round is
     one minibatch.
     minibatch: the round's first minibatch."""
-    if runner.parts.gradients.takes_means:
+    if runner.prepared.gradients.takes_means:
         return 1.0
     if minibatches_per_round == 1:
         return 1.0 / runner.loss_scale
@@ -682,7 +634,7 @@ def _figures_of(
     all gradients of the round have arrived."""
     figures = GradientFigures()
     for runner in runners:
-        runner.parts.gradients.take(minibatch, runner.gradient_slot)
+        runner.prepared.gradients.take(minibatch, runner.gradient_slot)
         measured = runner.figures(minibatch)
         scale = mean_scale(runner, minibatch)
         figures += measured._replace(squared_norm=measured.squared_norm * scale**2)

@@ -35,23 +35,35 @@ from pipedream.stage.passes import OffloadedStash, RecomputedPasses, StagePasses
 from pipedream.stage.user_code import UserCode
 from pipedream.update.gradients import GradientFigures, StageGradients
 from pipedream.update.loss_scale import LossScaling
-from pipedream.update.stage_state import HeldVersions
+from pipedream.update.stage_optimizer import StageOptimizer
+from pipedream.update.stage_state import HeldVersions, StageStart
 from pipedream.update.tied import TiedParameters
 from pipedream.update.weights import StageWeights
 
-__all__ = ["StageParts", "StageRunner", "data_mismatch"]
+__all__ = ["PreparedStage", "StageParts", "StageRunner", "data_mismatch"]
 
 _NO_SLOTS: dict[int, int] = {}
 
 
 @dataclass(frozen=True)
-class StageParts:
-    """The parts that a runner works with."""
+class PreparedStage:
+    """One stage of this worker with its weights in the pool."""
 
     stage: StageModule
     weights: StageWeights
     tied: TiedParameters
+    optimizer: StageOptimizer
+    offload: StageOffload | None
     gradients: StageGradients
+    loss_scaling: LossScaling | None
+    """The scale of the loss; None except in float16."""
+    start: StageStart
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """The parts of its worker that a runner works with."""
+
     boundary_in: Boundary | None
     """The boundary with the stage upstream; None at the first stage."""
     boundary_out: Boundary | None
@@ -75,12 +87,7 @@ class StageParts:
     """Whether the first stage works on copies of the inputs. None: the first forward decides."""
     copies_targets: bool
     """Whether the last stage works on copies of the targets."""
-    offload: StageOffload | None = None
-    loss_scaling: LossScaling | None = None
-    """The scale of the loss; None except in float16."""
-    held: HeldVersions | None = None
-    """Versions that lie in no slot. A stage that does not stash needs them when a run continues."""
-    torch_region: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    torch_region: Callable[[], contextlib.AbstractContextManager[None]] | None
     """The region in which torch computes, so that its tensors lie in the pool. None: torch allocates its own
     memory.
     """
@@ -94,19 +101,21 @@ class StageRunner:
         self,
         options: JobOptions,
         schedule: _core.ScheduleOptions,
+        prepared: PreparedStage,
         parts: StageParts,
         device: torch.device,
         user: UserCode,
         describe: str,
     ) -> None:
         """describe: names the worker, for errors."""
-        stage = parts.stage
+        stage = prepared.stage
         self.stage_index = stage.stage_index
         self.is_first = parts.boundary_in is None
         self.is_last = parts.boundary_out is None
+        self.prepared = prepared
         self.parts = parts
         self._follows_in_hand = parts.boundaries.has_stage(self.stage_index - 1)
-        self._weights, self._gradients = parts.weights, parts.gradients
+        self._weights, self._gradients = prepared.weights, prepared.gradients
         self._losses, self._boundaries = parts.losses, parts.boundaries
         self._gate, self._tells_losses = parts.gate, parts.tells_losses
         self.fields = self._activation_fields = _core.ItemFields()
@@ -125,7 +134,6 @@ class StageRunner:
         self._device = device
         self._user = user
         self._describe = describe
-        self._num_microbatches = schedule.num_microbatches
         self._rounds = _core.rounds_of(schedule, self.stage_index)
         self._own_per_round = self._rounds.own_per_round
         microbatches = range(schedule.num_microbatches)
@@ -143,19 +151,19 @@ class StageRunner:
         self._has_looked = False
         self._in_flight: dict[tuple[int, int], Stashed] = {}
         self._reads_losses_late = parts.losses is not None and parts.losses.reads_late
-        self._tied = parts.tied or None
+        self._tied = prepared.tied or None
         self.stashes = _core.stashes_versions(schedule, self.stage_index)
-        self._held = parts.held
+        self._held = prepared.start.held
         """Versions of an earlier run for the first microbatches. None once no microbatch reads them."""
         self.kept = HeldVersions()
         """Versions that lie in no slot, stored for a run that continues this one."""
         self._schedule = schedule
-        self._loss_scaling = parts.loss_scaling
+        self._loss_scaling = prepared.loss_scaling
         self._offload: OffloadedStash | None = None
-        if parts.offload is not None:
-            self._offload = OffloadedStash(parts.offload, stage, parts.weights)
+        if prepared.offload is not None:
+            self._offload = OffloadedStash(prepared.offload, stage, prepared.weights)
         # With offloading a bind moves weights. With ties the slot is known only after versions are received.
-        self._binds_early = parts.offload is None and self._tied is None
+        self._binds_early = prepared.offload is None and self._tied is None
         self._passes = (RecomputedPasses if self._recomputes else StagePasses)(
             stage,
             parts.boundary_in,
@@ -166,7 +174,7 @@ class StageRunner:
             autocast=options.autocast,
             statistics=self._statistics,
             torch_region=parts.torch_region,
-            around_backward=parts.gradients.around_backward,
+            around_backward=prepared.gradients.around_backward,
             clones_inputs=parts.clones_inputs,
             offload=self._offload,
         )
@@ -241,7 +249,7 @@ class StageRunner:
                 labels,
                 loss_with,
                 minibatch=stashed.minibatch,
-                num_microbatches=self._num_microbatches,
+                num_microbatches=self._schedule.num_microbatches,
             )
 
     def _read(self, work: _core.WorkItem) -> Microbatch | None:
@@ -292,11 +300,11 @@ class StageRunner:
         before = self._loss_scaling.take_kept()
         return self._gradients.take_overflow() or before
 
-    def keep_version(self, work: _core.WorkItem) -> None:
-        """Copies the version that the next backward reads, for a run that continues this one. The update
-        after that backward may overwrite the version."""
+    def keep_version(self, work: _core.WorkItem, kept: HeldVersions) -> None:
+        """Copies the version that the next backward reads into `kept`, for a run that continues this one. The
+        update after that backward may overwrite the version."""
         version = _core.backward_version(self._schedule, self.stage_index, work.minibatch, work.microbatch)
-        self.kept.keep(version, self._weights.own, work.read_slot)
+        kept.keep(version, self._weights.own, work.read_slot)
 
     def _load_held(self, work: _core.WorkItem, *, is_forward: bool) -> None:
         """Loads the version that the item reads into the slot, if the version is one of the stored ones that
@@ -318,11 +326,11 @@ class StageRunner:
         """Finds the buffers that the first forward has made, and the references to parameters that layers
         stored during that forward. Refuses hooks that it has registered at parameters."""
         self._has_looked = True
-        self._written_memory = written_memory(self.parts.stage)
+        self._written_memory = written_memory(self.prepared.stage)
         self._weights.follow_new_references()
         self._weights.check_no_hooks()
         if self._has_in_flight:
-            self._evaluated_norms = EvaluatedNorms(self.parts.stage) or None
+            self._evaluated_norms = EvaluatedNorms(self.prepared.stage) or None
 
     def _add_loss(self, stashed: Stashed, loss: Tensor, *, closes: bool) -> None:
         losses = self._losses
@@ -485,7 +493,7 @@ class StageRunner:
         such a version, or -1."""
         if freed_slot >= 0:
             self._gradients.poison(freed_slot)
-        self.parts.tied.poison_freed_by(done.minibatch, done.microbatch)
+        self.prepared.tied.poison_freed_by(done.minibatch, done.microbatch)
 
     # Update.
 

@@ -41,10 +41,12 @@ class LossScaling:
             )
             self._scaler = LossScaler(1 if drains else num_in_flight)
         rounds = _core.rounds_of(schedule, stage_index)
+        self._schedule = schedule
+        self._num_replicas = rounds.num_replicas
         self._own_per_round = rounds.own_per_round
         """The number of this replica's microbatches in a round. This class numbers the microbatches of this
         replica alone, through the whole run."""
-        self._next_own = schedule.first_minibatch * schedule.num_microbatches // rounds.num_replicas
+        self._next_own = self._own_before(schedule.first_minibatch)
         num_delayed = _core.num_gradients_kept(schedule, stage_index) - 1
         in_flight = 1 if drains else schedule.in_flight[stage_index]
         self._delay = in_flight - 1 + num_delayed * self._own_per_round
@@ -130,9 +132,13 @@ class LossScaling:
         """Returns the first microbatch that is forwarded after the round's update."""
         return (round_index + 1) * self._own_per_round + self._delay
 
-    def state(self, next_own: int) -> dict[str, Any]:
-        """Returns the state as JSON, for a run that ends before this microbatch."""
-        scaler = self._scaler
+    def _own_before(self, minibatch: int) -> int:
+        """Returns the number of this replica's microbatches before the minibatch, which begins a round."""
+        return minibatch * self._schedule.num_microbatches // self._num_replicas
+
+    def state(self, minibatch: int) -> dict[str, Any]:
+        """Returns the state as JSON, for a run that ends before this minibatch."""
+        scaler, next_own = self._scaler, self._own_before(minibatch)
         return {
             "scaler": None if scaler is None else scaler.state(),
             "round": self._round,

@@ -122,18 +122,16 @@ def take_snapshot(
     *,
     replica: int,
     minibatch: int,
-    next_own: int,
 ) -> StageSnapshot:
     """Copies the state of a stage, when all work before the minibatch is done. Raises ValueError for state
     that cannot be stored.
 
-    held: versions that were copied and lie in no slot. next_own: the replica's first microbatch after the
-    snapshot, counted through the run."""
+    held: versions that were copied and lie in no slot."""
     tensors, optimizer_document = optimizer.state()
     document: dict[str, Any] = {}
     if loss_scaling is not None:
-        document["loss_scaling"] = loss_scaling.state(next_own)
-    kept = _copied(weights.own, core.kept_versions(stage.stage_index))
+        document["loss_scaling"] = loss_scaling.state(minibatch)
+    kept = _copied(weights.own, core.kept_versions(stage.stage_index, minibatch))
     return StageSnapshot(
         stage.stage_index,
         replica,

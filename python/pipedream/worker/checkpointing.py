@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,9 @@ from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.links.residuals import Residuals
 from pipedream.model.loss_state import LossState
 from pipedream.planning.shapes import Shapes, listed
-from pipedream.stage.decisions import Saving, stop_lead
+from pipedream.stage.decisions import stop_lead
 from pipedream.stage.saving import EVALUATED, KINDS, StageSaver
-from pipedream.stage.stage_loop import PreparedStage
+from pipedream.stage.stage_runner import PreparedStage
 from pipedream.worker.agreed_run import AgreedRun, wait_while_linked
 from pipedream.worker.notices import LOOK_S, SaveRequests
 
@@ -48,9 +49,13 @@ class Checkpointing:
         self.evaluated: list[Any] = []
         """The evaluations of earlier segments that this worker has reported."""
         self.writer: CheckpointWriter | None = None
-        self.saving = _saving_of(run, checkpoints)
-        """The object that decides on checkpoints that are not planned. None if the replicas of stage 0 could
-        not agree on a boundary for them."""
+        self._saving = _Saving(run, checkpoints) if run.options.may_choose_boundaries else None
+
+    @property
+    def saves_before(self) -> Callable[[int], bool] | None:
+        """Decides on a checkpoint that is not planned, at a boundary. None if the replicas of stage 0 could
+        not agree on a boundary for it."""
+        return None if self._saving is None else self._saving.saves_before
 
     def prepare(self, num_bytes: Mapping[int, int]) -> None:
         """Allocates the memory for copies. num_bytes: by stage."""
@@ -61,6 +66,7 @@ class Checkpointing:
     def make_saver(
         self,
         run: AgreedRun,
+        core: _core.Worker,
         source: MinibatchSource,
         keep_residuals: Callable[[], Residuals],
         kinds: Sequence[Shapes],
@@ -70,10 +76,11 @@ class Checkpointing:
         """Makes the saver of a segment. run: the run with the options of this segment. kinds: the shapes of
         minibatches that the segment's memory is planned for."""
         assert self.writer is not None
-        if self.saving is not None:
-            self.saving.check = check_links
+        if self._saving is not None:
+            self._saving.check = check_links
         record = self._record
         return StageSaver(
+            core,
             self.writer,
             _header_of(run),
             {
@@ -113,45 +120,66 @@ def _meet(run: AgreedRun, check_links: Callable[[], None], stage: int, minibatch
     wait_while_linked(rendezvous, keys, check_links)
 
 
-class _StoredWords:
-    """Carries rank 0's messages about where the run is saved, through the rendezvous
-    (decisions.SaveWords)."""
+class _Saving:
+    """Decides where a run is saved if the data do not decide that, for example if checkpoints are due by
+    time. Rank 0 saves at its next boundary.
 
-    def __init__(self, run: AgreedRun, num_kept: int) -> None:
-        """num_kept: how many of the newest messages stay in the rendezvous. A replica may still have to read
-        them; all replicas have read the older ones."""
+    If stage 0 has replicas, all must save at the same boundary. So rank 0 publishes a message, the word, at
+    some boundaries B, which all replicas know in advance:
+
+        rank 0    at B           says whether to save at B + lead, and names the next B
+        all       at B + lead    read the word, and save or go on
+
+    A replica seldom waits for the word. It cannot reach B + lead without rank 0's pushes of the rounds
+    before, so rank 0 has passed B by then."""
+
+    def __init__(self, run: AgreedRun, checkpoints: Checkpoints) -> None:
         self._rendezvous = run.place.rendezvous
-        self._num_kept = num_kept
+        self._is_due = SaveRequests(checkpoints).saves_now if run.rank == 0 else None
+        self._lead = stop_lead(run.schedule(), sync_every=run.options.replication.sync_every)
+        """As in decisions.Stopping; 0 if stage 0 has one replica."""
+        self._group_size = _core.minibatches_between_drains(run.schedule())
+        self._says = self._hears = run.first_minibatch + self._group_size
+        """The boundaries of the next words."""
         self._said: deque[str] = deque()
-        """The keys of the messages that are in the rendezvous."""
+        """The keys of the words that are in the rendezvous."""
+        self._num_between = 0  # minibatches between the last two words
+        self._spoke_s = time.monotonic()
+        self.check: Callable[[], None] = lambda: None
+        """Raises the failure of a link, if the segment has one."""
 
-    def say(self, boundary: int, word: list[int]) -> None:
+    def saves_before(self, group: int) -> bool:
+        if self._lead == 0:
+            return self._is_due is not None and self._is_due()
+        if self._is_due is not None and group >= self._says:
+            said_at, self._says = self._says, self._says + self._num_to_next_word()
+            self._say(said_at, [int(self._is_due()), self._says])
+        if group < self._hears + self._lead:
+            return False
+        words = wait_while_linked(self._rendezvous, [_word_key(self._hears)], self.check)
+        is_saved, self._hears = words[0]
+        return bool(is_saved)
+
+    def _say(self, boundary: int, word: list[int]) -> None:
         self._rendezvous.publish(_word_key(boundary), word)
         self._said.append(_word_key(boundary))
-        if len(self._said) > self._num_kept:
+        # A replica may be the lead behind. All replicas have read the words before these.
+        if len(self._said) > 2 * self._lead // self._group_size + 2:
             self._rendezvous.forget(self._said.popleft())
 
-    def hear(self, boundary: int, check: Callable[[], None]) -> list[int]:
-        return list(wait_while_linked(self._rendezvous, [_word_key(boundary)], check)[0])
+    def _num_to_next_word(self) -> int:
+        """Returns the number of minibatches until the next word, in whole groups. They take about LOOK_S
+        seconds if the pace stays as it was since the last word."""
+        now_s = time.monotonic()
+        pace = self._num_between / max(now_s - self._spoke_s, 1e-9)
+        num_wanted = min(pace * LOOK_S, 2 * self._num_between)
+        self._spoke_s = now_s
+        self._num_between = max(1, int(num_wanted // self._group_size)) * self._group_size
+        return self._num_between
 
 
 def _word_key(boundary: int) -> str:
     return f"word about saving/{boundary}"
-
-
-def _saving_of(run: AgreedRun, checkpoints: Checkpoints) -> Saving | None:
-    if not run.options.may_choose_boundaries:
-        return None
-    group_size = _core.minibatches_between_drains(run.schedule())
-    lead = stop_lead(run.schedule(), sync_every=run.options.replication.sync_every)
-    return Saving(
-        _StoredWords(run, 2 * lead // group_size + 2),  # a replica may be the lead behind
-        is_due=SaveRequests(checkpoints).saves_now if run.rank == 0 else None,
-        lead=lead,
-        first_boundary=run.first_minibatch + group_size,
-        group_size=group_size,
-        period_s=LOOK_S,
-    )
 
 
 def _header_of(run: AgreedRun) -> Header:

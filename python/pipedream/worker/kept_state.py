@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from pipedream.common.errors import PipelineError, one_line
 from pipedream.common.units import format_bytes
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream
-from pipedream.links.residuals import Residuals
 from pipedream.model.seeding import RngStream, data_seed
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.program import Program
@@ -51,16 +50,6 @@ def snapshots_of(run: AgreedRun, state: RunState) -> dict[int, StageSnapshot]:
             _take_weights(stage, snapshot)
         set_state(stage, snapshot.buffers)
     return snapshots
-
-
-def residuals_of(snapshots: Iterable[StageSnapshot]) -> Residuals:
-    """The residuals of this worker's codecs, by channel."""
-    by_index: dict[str, dict[int, Tensor]] = {}
-    for snapshot in snapshots:
-        for name, residual in snapshot.residuals.items():
-            channel, _, index = name.rpartition(" / ")
-            by_index.setdefault(channel, {})[int(index)] = residual
-    return {channel: [found[index] for index in sorted(found)] for channel, found in by_index.items()}
 
 
 def _check_unchanged(stage: StageModule, snapshot: StageSnapshot) -> None:

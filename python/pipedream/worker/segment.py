@@ -40,7 +40,7 @@ from pipedream.links.channels import (
 )
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.links.replica_group import ReplicaGroup
-from pipedream.links.residuals import Residuals, keep_residuals, restore_residuals
+from pipedream.links.residuals import Residuals, by_name, keep_residuals, restore_residuals
 from pipedream.links.state_transfer import receive_document, send_document
 from pipedream.model.draws import KeyedDraws, keyed_draws
 from pipedream.model.references import gradients_noticed
@@ -50,8 +50,8 @@ from pipedream.stage.decisions import Steered
 from pipedream.stage.evaluation import EvaluationPlan
 from pipedream.stage.saving import StageSaver
 from pipedream.stage.spare_loop import SpareLoop
-from pipedream.stage.stage_loop import PreparedStage, WorkerLoop
-from pipedream.stage.stage_runner import data_mismatch
+from pipedream.stage.stage_loop import WorkerLoop
+from pipedream.stage.stage_runner import PreparedStage, data_mismatch
 from pipedream.worker.agreed_run import AgreedRun, wait_for
 from pipedream.worker.checkpointing import Checkpointing
 from pipedream.worker.set_up import Rehearsed
@@ -228,12 +228,7 @@ class Segment:
         if loop is None:
             return []
         first, *others = loop.take_snapshots()
-        residuals = {
-            f"{channel} / {index}": residual
-            for channel, of_channel in self.keep_residuals().items()
-            for index, residual in enumerate(of_channel)
-        }
-        return [replace(first, residuals=residuals), *others]
+        return [replace(first, residuals=by_name(self.keep_residuals())), *others]
 
     def keep_residuals(self) -> Residuals:
         """The residuals for the segment after this one."""
@@ -245,7 +240,7 @@ class Segment:
             checkpointing.prepare(self._pool.copy_bytes)
             make_saver = functools.partial(
                 checkpointing.make_saver,
-                *(self.run, self._source, self.keep_residuals, self.kinds),
+                *(self.run, self.core, self._source, self.keep_residuals, self.kinds),
                 _check_of_links(self.run, self.core),
             )
         run, pool, rehearsed = self.run, self._pool, self._rehearsed
@@ -275,7 +270,7 @@ class Segment:
                 run.own_evaluated_stages(), rehearsed.evaluation.boundaries, evaluation_seed(run.base_seed)
             ),
             make_saver=make_saver,
-            saving=None if checkpointing is None else checkpointing.saving,
+            saves_before=None if checkpointing is None else checkpointing.saves_before,
         )
 
 

@@ -57,7 +57,7 @@ from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.factored import factorable
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.codec_choice import codec_of_pushes
-from pipedream.stage.stage_loop import PreparedStage
+from pipedream.stage.stage_runner import PreparedStage
 from pipedream.update.asynchronous_server import AsynchronousServer
 from pipedream.update.factors import FactorExchange, FactorLayer
 from pipedream.update.gradients import StageGradients

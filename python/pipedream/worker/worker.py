@@ -15,6 +15,7 @@ Runs on the main thread of its process, which is the core's compute thread.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +31,7 @@ from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards, describe_error, position_kept, raise_failure
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import ForwardedData, stream_of
-from pipedream.links.residuals import Residuals
+from pipedream.links.residuals import Residuals, from_names
 from pipedream.model.layers import Model
 from pipedream.model.loss_state import LossState, loss_on
 from pipedream.report.result import RunResult
@@ -50,7 +51,7 @@ from pipedream.worker.devices import choose_device
 from pipedream.worker.factor_choice import FactorChoice
 from pipedream.worker.gathering import gather, join_reports
 from pipedream.worker.interrupts import interrupts_end, interrupts_stop
-from pipedream.worker.kept_state import keep_state, residuals_of, snapshots_of
+from pipedream.worker.kept_state import keep_state, snapshots_of
 from pipedream.worker.segment import Following, Segment
 from pipedream.worker.set_up import OwnPart, Rehearsed, rehearse_again, set_up
 from pipedream.worker.steering import steered
@@ -171,7 +172,8 @@ class _Worker:
                 rehearsed = set_up(run, self.links, device, source.stream, part)
                 if run.options.state is not None:
                     self._snapshots = snapshots_of(run, run.options.state)
-                    self._residuals = residuals_of(self._snapshots.values())
+                    stored = [snapshot.residuals for snapshot in self._snapshots.values()]
+                    self._residuals = from_names(dict(itertools.chain(*(each.items() for each in stored))))
                 self._parts_before = take_newest(run)
                 take_loss_state(run)
                 self._record = read_record(run.options.continues)

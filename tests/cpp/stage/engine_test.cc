@@ -226,7 +226,8 @@ TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
       if (freed) content(work, *freed) = kPoison;
     }
     for (const auto& [stage, slots] : slots_) {  // for a run that goes on
-      const std::vector<StageEngine::KeptVersion> kept = engine_->kept_versions(stage);
+      const std::vector<StageEngine::KeptVersion> kept =
+          engine_->kept_versions(stage, MinibatchId(num_minibatches));
       ASSERT_FALSE(kept.empty());
       if (stashes_versions(options_, stage)) {
         EXPECT_EQ(kept.front().version, forward_version(options_, stage, MinibatchId(num_minibatches)));
