@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -44,8 +45,10 @@ __all__ = [
     "TRANSIENT",
     "WEIGHT_VERSIONS",
     "MemoryPlan",
+    "PoolTerm",
     "PushedFactors",
     "PushedGradients",
+    "StageBytes",
     "channel_terms",
     "choose_savings",
     "describe_memory",
@@ -53,6 +56,8 @@ __all__ = [
     "model_bytes",
     "num_activation_homes",
     "num_in_flight_upstream",
+    "optimizer_terms",
+    "tied_term",
 ]
 
 # Names of terms of the pool. The terms for received tensors and for staging have the names of their channels.
@@ -118,46 +123,107 @@ class PushedGradients:
 
 
 @dataclass(frozen=True)
+class StageBytes:
+    """The figures of one stage, in bytes, from which its terms are computed."""
+
+    weights: int
+    """One version of the stage's own parameters."""
+    tied: Mapping[int, int] = field(default_factory=dict)
+    """One version of the parameters that the stage shares with other stages, by the stage that owns them."""
+    state_slot: int = 0
+    """A slot of the pool with one state tensor of the optimizer for each parameter."""
+    num_states: int = 0
+    """The number of such slots."""
+    masters: int = 0
+    """The optimizer's masters that lie in the pool."""
+    averages: int = 0
+    torch_state: int = 0
+    """The optimizer's state that torch allocates, outside the pool."""
+    step: int = 0
+    """The memory that the optimizer's step allocates and frees."""
+    factors: PushedFactors = PushedFactors()
+    pushes: PushedGradients | None = None
+    """Sizes for pushing gradients; None if the stage has no shards."""
+    shard: int = 0
+    """One version of the replica's own shard, if shards are asynchronous."""
+    served_step: int = 0
+    """The memory that a step with another replica's gradient allocates and frees, if shards are asynchronous.
+    The compute thread's own step may run at the same time."""
+    copy: int = 0
+    """Host memory into which the stage is copied for a checkpoint."""
+
+
+class PoolTerm(NamedTuple):
+    """A term of the pool for one stage: slots of equal size."""
+
+    name: str
+    slot_bytes: int
+    num_slots: int
+    staging: bool = False
+    """Whether the slots are in host memory on any device."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * _core.slot_stride_bytes(self.slot_bytes)
+
+
+def tied_term(owner: int) -> str:
+    """The name of a term with versions of the parameters that another stage owns."""
+    return f"{TIED_VERSIONS} from stage {owner}"
+
+
+def optimizer_terms(stage: StageBytes) -> list[PoolTerm]:
+    terms = [
+        PoolTerm(OPTIMIZER_STATE, stage.state_slot, stage.num_states),
+        PoolTerm(MASTERS, stage.masters, 1 if stage.masters else 0),
+    ]
+    return [term for term in terms if term.num_slots]
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
-    """The figures, in bytes, from which one worker's terms are computed. The keys of the mappings are the
-    worker's stages."""
+    """The figures from which one worker's terms are computed."""
 
     plan: Plan
     rank: int
     schedule: _core.ScheduleOptions
     footprints: Mapping[int, Footprint]
     channels: Sequence[RunChannel]
-    weight_bytes: Mapping[int, int]
-    """Bytes of one version of the stage's own parameters."""
-    tied_bytes: Mapping[int, Mapping[int, int]]
-    """Bytes of one version of the parameters that the stage shares with other stages, by the stage that owns
-    them.
-    """
-    placed_state_bytes: Mapping[int, int]
-    """Bytes of the optimizer's state that lies in the pool, without masters."""
-    torch_state_bytes: Mapping[int, int]
-    """Bytes of the optimizer's state that torch allocates, outside the pool."""
+    stages: Mapping[int, StageBytes]
+    """The figures of the worker's stages."""
     model_bytes: int
     device_type: str = "cpu"
     """The type of the worker's device, as torch names it."""
     offload: Mapping[int, Offload] = field(default_factory=dict)
-    step_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Bytes that the optimizer's step allocates and frees."""
-    factors: Mapping[int, PushedFactors] = field(default_factory=dict)
-    pushes: Mapping[int, PushedGradients] = field(default_factory=dict)
-    """Sizes for pushing gradients, for stages that have shards."""
-    shard_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Bytes of one version of the replica's own shard, if shards are asynchronous."""
     evaluation_bytes: int = 0
     """Bytes of a forward of validation data, without its channels."""
-    served_step_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Bytes that a step with another replica's gradient allocates and frees, if shards are asynchronous. The
-    compute thread's own step may run at the same time."""
-    masters_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Bytes of the optimizer's masters that lie in the pool."""
-    averages_bytes: Mapping[int, int] = field(default_factory=dict)
-    copy_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Bytes of host memory into which a stage is copied for a checkpoint."""
+
+    def pool_terms(self, stage: int) -> list[PoolTerm]:
+        """Returns the terms of the pool that belong to the stage."""
+        figures, pushes = self.stages[stage], self.pushes_of(stage)
+        versions = _core.num_versions_kept(self.schedule, stage)
+        terms: list[PoolTerm] = []
+        if self.offloads_versions(stage):
+            terms.append(PoolTerm(OFFLOADED_VERSIONS, figures.weights, versions, staging=True))
+            versions = num_resident_versions(versions)
+        terms.append(PoolTerm(WEIGHT_VERSIONS, figures.weights, versions))
+        if self.offloads_activations(stage):
+            homes = num_activation_homes(self.schedule, stage)
+            offloadable_bytes = self.footprints[stage].offloadable_bytes
+            terms.append(PoolTerm(OFFLOADED_ACTIVATIONS, offloadable_bytes, homes, staging=True))
+        for owner, num_bytes in figures.tied.items():
+            num_versions = _core.num_tied_versions_kept(self.schedule, owner)
+            terms.append(PoolTerm(tied_term(owner), num_bytes, num_versions))
+        if figures.shard:
+            num_others = self.plan.stages[stage].num_replicas - 1
+            terms.append(PoolTerm(SHARD, figures.shard, 1))
+            terms.append(PoolTerm(SHARD_ANSWERS, figures.shard, num_others))
+        if pushes.slot_bytes:
+            terms.append(PoolTerm(PUSHES, pushes.slot_bytes, pushes.num_rounds))
+        terms += optimizer_terms(figures)
+        if figures.averages:
+            terms.append(PoolTerm(AVERAGES, figures.averages, 1))
+        return terms
 
     def terms(self) -> Terms:
         """The predicted terms."""
@@ -165,29 +231,15 @@ class MemoryPlan:
         for channel in self.channels:
             terms |= channel_terms(channel, self.rank, self.device_type)
         for stage in self.plan.stages_of(self.rank):
-            versions = _core.num_versions_kept(self.schedule, stage)
-            resident = num_resident_versions(versions) if self.offloads_versions(stage) else versions
-            tied = [
-                _core.num_tied_versions_kept(self.schedule, owner) * num_bytes
-                for owner, num_bytes in self.tied_bytes[stage].items()
-            ]
-            pushes = self.pushes_of(stage)
+            figures = self.stages[stage]
             for name, num_bytes in (
-                (WEIGHT_VERSIONS, resident * self.weight_bytes[stage]),
-                (OFFLOADED_VERSIONS, self.offloads_versions(stage) * versions * self.weight_bytes[stage]),
-                (OFFLOADED_ACTIVATIONS, self._activation_homes_bytes(stage)),
-                (TIED_VERSIONS, sum(tied)),
-                (SHARD, self.shard_bytes.get(stage, 0)),
-                (SHARD_ANSWERS, self.shard_bytes.get(stage, 0) * (self.plan.stages[stage].num_replicas - 1)),
-                (PUSHES, pushes.num_rounds * _core.slot_stride_bytes(pushes.slot_bytes)),
-                (SHARD_STEP, self.served_step_bytes.get(stage, 0)),
-                (OPTIMIZER_STATE, self.placed_state_bytes[stage]),
-                (MASTERS, self.masters_bytes.get(stage, 0)),
-                (AVERAGES, self.averages_bytes.get(stage, 0)),
-                (TORCH_OPTIMIZER_STATE, self.torch_state_bytes[stage]),
-                (CHECKPOINT_COPY, self.copy_bytes.get(stage, 0)),
+                *((term.name, term.num_bytes) for term in self.pool_terms(stage)),
+                (SHARD_STEP, figures.served_step),
+                (TORCH_OPTIMIZER_STATE, figures.torch_state),
+                (CHECKPOINT_COPY, figures.copy),
             ):
-                terms[name] = terms.get(name, 0) + num_bytes
+                kind = TIED_VERSIONS if name.startswith(TIED_VERSIONS) else name
+                terms[kind] = terms.get(kind, 0) + num_bytes
         for name, num_bytes in self._torch_terms().items():
             terms[name] = num_bytes
         terms[MODEL] = self.model_bytes
@@ -204,7 +256,7 @@ class MemoryPlan:
         return {name: num_bytes for name, num_bytes in self.terms().items() if not self._lies_apart(name)}
 
     def pushes_of(self, stage: int) -> PushedGradients:
-        return self.pushes.get(stage, PushedGradients())
+        return self.stages[stage].pushes or PushedGradients()
 
     def offloads_versions(self, stage: int) -> bool:
         """Whether the stage's weight versions are offloaded: this was asked for and saves memory."""
@@ -212,7 +264,7 @@ class MemoryPlan:
         # Replicas write their shards into each other's slots, so these slots must stay in place and cannot be
         # offloaded.
         asked = self.offload.get(stage, Offload()).versions and self.plan.stages[stage].num_replicas == 1
-        return asked and num_resident_versions(versions) < versions and self.weight_bytes[stage] > 0
+        return asked and num_resident_versions(versions) < versions and self.stages[stage].weights > 0
 
     def offloads_activations(self, stage: int) -> bool:
         """Whether the stage's activations are offloaded: this was asked for, and there are activations to
@@ -231,7 +283,7 @@ class MemoryPlan:
         """Returns the terms that the stages' forwards and backwards need in addition to the pool."""
         stash = transient = gradients = 0
         for stage in self.plan.stages_of(self.rank):
-            footprint = self.footprints[stage]
+            footprint, figures = self.footprints[stage], self.stages[stage]
             in_flight = _core.num_microbatches_in_flight(self.schedule, stage)
             kept, extra = footprint.stash_bytes, 0
             if self._recomputes(stage):
@@ -254,15 +306,14 @@ class MemoryPlan:
             else:
                 stash += self._kept_beside_gradients(stage, kept) + num_of_data * footprint.target_bytes
             # Gradients of tied parameters on their way to the owner, as many as the channel may hold.
-            stash += sum(self.tied_bytes[stage].values()) * (self.schedule.in_flight[0] + 1)
-            factors = self.factors.get(stage, PushedFactors())
-            pushes = self.pushes_of(stage)
-            step_bytes = self.step_bytes.get(stage, 0) + factors.step_bytes + pushes.mean_bytes
+            stash += sum(figures.tied.values()) * (self.schedule.in_flight[0] + 1)
+            factors, pushes = figures.factors, self.pushes_of(stage)
+            step_bytes = figures.step + factors.step_bytes + pushes.mean_bytes
             transient = max(transient, footprint.transient_bytes + extra, step_bytes)
             fewer_bytes = factors.weight_bytes - factors.factor_bytes
             of_round = footprint.gradient_bytes - fewer_bytes + pushes.dense_bytes
             num_rounds = pushes.num_rounds
-            if factors.weight_bytes > 0 or (stage not in self.pushes and self._is_replicated(stage)):
+            if factors.weight_bytes > 0 or (figures.pushes is None and self._is_replicated(stage)):
                 num_rounds += 1  # items of factors, or buckets that are reduced, may still wait
             gradients += num_rounds * of_round
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
@@ -289,13 +340,6 @@ class MemoryPlan:
 
     def _recomputes(self, stage: int) -> bool:
         return bool(self.schedule.recompute) and self.schedule.recompute[stage]
-
-    def _activation_homes_bytes(self, stage: int) -> int:
-        if not self.offloads_activations(stage):
-            return 0
-        return num_activation_homes(self.schedule, stage) * _core.slot_stride_bytes(
-            self.footprints[stage].offloadable_bytes
-        )
 
     def _lies_apart(self, name: str) -> bool:
         """Whether the term lies in host memory although the device has memory of its own."""

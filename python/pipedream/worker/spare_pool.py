@@ -18,9 +18,12 @@ from pipedream.budget.memory import (
     TORCH_OPTIMIZER_STATE,
     TRANSIENT,
     WEIGHT_VERSIONS,
+    PoolTerm,
+    StageBytes,
     channel_terms,
     list_terms,
     model_bytes,
+    optimizer_terms,
 )
 from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel
@@ -35,7 +38,7 @@ from pipedream.update.stage_state import StageStart
 from pipedream.update.tied import TiedParameters
 from pipedream.update.weights import StageWeights, WeightVersions
 from pipedream.worker.agreed_run import AgreedRun
-from pipedream.worker.stage_pool import bytes_from_torch, hold_slots, stage_term, version_term
+from pipedream.worker.stage_pool import bytes_with_optimizer, hold_slots, stage_term
 from pipedream.worker.worker_optimizers import WorkerOptimizers
 
 __all__ = ["SparePool"]
@@ -63,30 +66,29 @@ class SparePool:
         self._layout = optimizers.layouts[index]
         self._num_versions = _core.num_versions_kept(run.schedule(), index)
         self._version_bytes = sum(chunk.num_bytes for chunk in self._layout.chunks_of(self._owner))
-        self.predicted = self._terms(channels)
+        figures = bytes_with_optimizer(self._version_bytes, stage, self._optimizer, "cpu")
+        pool_terms = [
+            PoolTerm(WEIGHT_VERSIONS, self._version_bytes, self._num_versions),
+            *optimizer_terms(figures),
+        ]
+        self.predicted = self._terms(channels, figures, pool_terms)
         _check_fits(run, self.predicted)
-        core.add_term(version_term(index), self._version_bytes, self._num_versions)
-        if self._optimizer.num_placed_states:
-            state_bytes = self._optimizer.state_slot_bytes
-            core.add_term(stage_term(OPTIMIZER_STATE, index), state_bytes, self._optimizer.num_placed_states)
-        if self._optimizer.num_placed_masters:
-            core.add_term(stage_term(MASTERS, index), self._optimizer.masters_slot_bytes, 1)
+        for term in pool_terms:
+            core.add_term(stage_term(term.name, index), term.slot_bytes, term.num_slots)
 
-    def _terms(self, channels: Sequence[RunChannel]) -> dict[str, int]:
+    def _terms(
+        self, channels: Sequence[RunChannel], figures: StageBytes, pool_terms: Sequence[PoolTerm]
+    ) -> dict[str, int]:
         """Returns bytes by term of RunResult.memory."""
-        run, optimizer = self._run, self._optimizer
+        run = self._run
         terms: dict[str, int] = {}
         for channel in channels:
             terms |= channel_terms(channel, run.rank, "cpu")
-        state_bytes, step_bytes = bytes_from_torch(self._stage, optimizer, "cpu")
+        terms |= {term.name: term.num_bytes for term in pool_terms}
         terms |= {
-            WEIGHT_VERSIONS: self._num_versions * _core.slot_stride_bytes(self._version_bytes),
-            OPTIMIZER_STATE: optimizer.num_placed_states
-            * _core.slot_stride_bytes(optimizer.state_slot_bytes),
-            MASTERS: optimizer.num_placed_masters * _core.slot_stride_bytes(optimizer.masters_slot_bytes),
-            TORCH_OPTIMIZER_STATE: state_bytes,
+            TORCH_OPTIMIZER_STATE: figures.torch_state,
             # Mean gradients get their own memory if the optimizer may keep references to them.
-            TRANSIENT: step_bytes + self._layout.whole_tensors * self._version_bytes,
+            TRANSIENT: figures.step + self._layout.whole_tensors * self._version_bytes,
             MODEL: model_bytes(run.stages_in_memory("cpu")),
         }
         return {name: num_bytes for name, num_bytes in terms.items() if num_bytes > 0}

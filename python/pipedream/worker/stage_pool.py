@@ -30,15 +30,16 @@ from pipedream.budget.memory import (
     SHARD,
     SHARD_ANSWERS,
     STASH,
-    TIED_VERSIONS,
     TRANSIENT,
     WEIGHT_VERSIONS,
     MemoryPlan,
     PushedFactors,
     PushedGradients,
+    StageBytes,
     choose_savings,
     model_bytes,
     num_activation_homes,
+    tied_term,
 )
 from pipedream.budget.offload import Offload, StageOffload, forced_offload
 from pipedream.budget.optimizer_memory import (
@@ -71,7 +72,7 @@ from pipedream.update.weights import StageWeights, split_tied, weight_layout
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.worker_optimizers import WorkerOptimizers
 
-__all__ = ["StagePool", "bytes_from_torch", "hold_slots", "stage_term", "version_term"]
+__all__ = ["StagePool", "bytes_with_optimizer", "hold_slots", "stage_term", "version_term"]
 
 
 class StagePool:
@@ -118,11 +119,12 @@ class StagePool:
         chosen = replace(options.memory, recompute=tuple(memory.schedule.recompute))
         self.run = replace(self.run, options=replace(options, memory=chosen))
         self.predicted = memory.terms()
-        self.copy_bytes = dict(memory.copy_bytes)
+        self.copy_bytes = {stage: figures.copy for stage, figures in memory.stages.items()}
         self._add_terms(memory)
         if wants_torch_pool(self._device):
             self._pool_torch_terms()
-            self.predicted[TRANSIENT] = max(memory.step_bytes.values())  # updates are not in the pool
+            steps = [figures.step for figures in memory.stages.values()]
+            self.predicted[TRANSIENT] = max(steps)  # updates are not in the pool
         if not all(footprints[stage.stage_index].is_measured for stage in self.run.own_stages()):
             for term in (STASH, TRANSIENT, GRADIENTS):
                 self.predicted.pop(term, None)
@@ -151,102 +153,63 @@ class StagePool:
 
     def _memory_plan(self, footprints: Mapping[int, Footprint], channels: Sequence[RunChannel]) -> MemoryPlan:
         """Returns this worker's memory plan before any stage recomputes or offloads."""
-        own_bytes: dict[int, int] = {}
-        tied_bytes: dict[int, dict[int, int]] = {}
-        placed_bytes: dict[int, int] = {}
-        masters_bytes: dict[int, int] = {}
-        averages_bytes: dict[int, int] = {}
-        torch_bytes: dict[int, int] = {}
-        step_bytes: dict[int, int] = {}
-        shard_bytes: dict[int, int] = {}
-        served_step_bytes: dict[int, int] = {}
-        for stage in self.run.own_stages():
-            index = stage.stage_index
-            own, _ = split_tied(stage, self.run.tied_parameters_of(index))
-            optimizer = self._optimizers[index]
-            own_bytes[index] = _core.slot_stride_bytes(weight_layout(own)[0])
-            tied_bytes[index] = {
-                owner: _core.slot_stride_bytes(weight_layout(split_tied(stage, parameters)[1])[0])
-                for owner, parameters in self._tied_parameters(index).items()
-            }
-            slot_bytes = _core.slot_stride_bytes(optimizer.state_slot_bytes)
-            placed_bytes[index] = optimizer.num_placed_states * slot_bytes
-            if optimizer.num_placed_masters:
-                masters_bytes[index] = _core.slot_stride_bytes(optimizer.masters_slot_bytes)
-            if optimizer.averages is not None:
-                averages_bytes[index] = _core.slot_stride_bytes(optimizer.averages.slot_bytes)
-            torch_bytes[index], step_bytes[index] = bytes_from_torch(stage, optimizer, self._device.type)
-            if self.run.options.is_asynchronous_at(index):
-                layout = self._worker_optimizers.layouts[index]
-                content_bytes = sum(c.num_bytes for c in layout.chunks_of(self._replica))
-                shard_bytes[index] = _core.slot_stride_bytes(content_bytes)
-                served_step_bytes[index] = step_bytes[index] + layout.whole_tensors * content_bytes
+        stages = {stage.stage_index: self._bytes_of(stage) for stage in self.run.own_stages()}
         return MemoryPlan(
             self.run.options.plan,
             self.run.rank,
             self.run.schedule(),
             footprints,
             channels,
-            own_bytes,
-            tied_bytes,
-            placed_bytes,
-            torch_bytes,
+            stages,
             model_bytes(self.run.stages_in_memory(self._device.type)),
             self._device.type,
-            dict.fromkeys(own_bytes, forced_offload()),
-            step_bytes,
-            {
-                stage: self._pushed_factors(stage, layers)
-                for stage, layers in self._worker_optimizers.factored.items()
-                if stage in own_bytes
-            },
-            {
-                stage: self._pushed_gradients(stage)
-                for stage in own_bytes
-                if self.run.options.has_shards_at(stage)
-            },
-            shard_bytes,
-            evaluation_bytes=self._evaluation_bytes,
-            served_step_bytes=served_step_bytes,
-            masters_bytes=masters_bytes,
-            averages_bytes=averages_bytes,
-            copy_bytes={}
-            if self.run.options.checkpoints is None
-            else self._copy_bytes(own_bytes, tied_bytes, placed_bytes, torch_bytes, averages_bytes),
+            dict.fromkeys(stages, forced_offload()),
+            self._evaluation_bytes,
         )
 
-    def _copy_bytes(
-        self,
-        own_bytes: Mapping[int, int],
-        tied_bytes: Mapping[int, Mapping[int, int]],
-        placed_bytes: Mapping[int, int],
-        torch_bytes: Mapping[int, int],
-        averages_bytes: Mapping[int, int],
-    ) -> dict[int, int]:
-        """Returns the bytes of everything that a checkpoint contains of a stage, by stage."""
-        found: dict[int, int] = {}
-        schedule = self.run.schedule()
-        for stage in self.run.own_stages():
-            index = stage.stage_index
-            # Without stashing, copies of the versions that the first microbatches after a boundary read are
-            # also stored.
-            stashes = _core.stashes_versions(schedule, index)
-            num_versions = _core.num_versions_kept(schedule, index) if stashes else schedule.in_flight[index]
-            versions = num_versions * own_bytes[index] + sum(
-                _core.num_tied_versions_kept(schedule, owner) * num_bytes
-                for owner, num_bytes in tied_bytes[index].items()
-            )
-            buffers = sum(buffer.nbytes for _, buffer in stage.stage_buffers())
-            num_tensors = (num_versions + 5) * len(stage.trainable_parameters()) + len(stage.stage_buffers())
-            found[index] = (
-                versions
-                + placed_bytes[index]
-                + torch_bytes[index]
-                + averages_bytes.get(index, 0)
-                + buffers
-                + CopyMemory.bytes_beside(num_tensors)
-            )
-        return found
+    def _bytes_of(self, stage: StageModule) -> StageBytes:
+        index, options = stage.stage_index, self.run.options
+        own, _ = split_tied(stage, self.run.tied_parameters_of(index))
+        weights = _core.slot_stride_bytes(weight_layout(own)[0])
+        found = replace(
+            bytes_with_optimizer(weights, stage, self._optimizers[index], self._device.type),
+            tied={
+                owner: _core.slot_stride_bytes(weight_layout(split_tied(stage, parameters)[1])[0])
+                for owner, parameters in self._tied_parameters(index).items()
+            },
+        )
+        if index in self._worker_optimizers.factored:
+            found = replace(found, factors=self._pushed_factors(index))
+        if options.has_shards_at(index):
+            found = replace(found, pushes=self._pushed_gradients(index))
+        if options.is_asynchronous_at(index):
+            layout = self._worker_optimizers.layouts[index]
+            content_bytes = sum(c.num_bytes for c in layout.chunks_of(self._replica))
+            served_step = found.step + layout.whole_tensors * content_bytes
+            found = replace(found, shard=_core.slot_stride_bytes(content_bytes), served_step=served_step)
+        return found if options.checkpoints is None else replace(found, copy=self._copy_bytes(stage, found))
+
+    def _copy_bytes(self, stage: StageModule, figures: StageBytes) -> int:
+        """Returns the bytes of everything that a checkpoint contains of the stage."""
+        schedule, index = self.run.schedule(), stage.stage_index
+        # Without stashing, copies of the versions that the first microbatches after a boundary read are also
+        # stored.
+        stashes = _core.stashes_versions(schedule, index)
+        num_versions = _core.num_versions_kept(schedule, index) if stashes else schedule.in_flight[index]
+        tied = [
+            _core.num_tied_versions_kept(schedule, owner) * num_bytes
+            for owner, num_bytes in figures.tied.items()
+        ]
+        num_tensors = (num_versions + 5) * len(stage.trainable_parameters()) + len(stage.stage_buffers())
+        return (
+            num_versions * figures.weights
+            + sum(tied)
+            + figures.num_states * _core.slot_stride_bytes(figures.state_slot)
+            + figures.torch_state
+            + _core.slot_stride_bytes(figures.averages)
+            + sum(buffer.nbytes for _, buffer in stage.stage_buffers())
+            + CopyMemory.bytes_beside(num_tensors)
+        )
 
     def _pushed_gradients(self, stage: int) -> PushedGradients:
         layout, num_replicas = (
@@ -276,7 +239,8 @@ class StagePool:
         waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
         return _core.num_gradients_kept(schedule, stage) + waits
 
-    def _pushed_factors(self, stage: int, layers: Sequence[FactorLayer]) -> PushedFactors:
+    def _pushed_factors(self, stage: int) -> PushedFactors:
+        layers = self._worker_optimizers.factored[stage]
         at_once = self.run.options.measures_gradients or self._worker_optimizers.layouts[stage].whole_tensors
         num_replicas = self.run.plan.stages[stage].num_replicas
         weights = [layer.weight_bytes for layer in layers]
@@ -293,43 +257,13 @@ class StagePool:
 
     def _add_terms(self, memory: MemoryPlan) -> None:
         """Adds the planned terms of the stages to the pool."""
-        for stage, own_bytes in memory.weight_bytes.items():
+        posted = {channel.posted_into for channel in memory.channels}
+        for stage in memory.stages:
             offload = Offload(memory.offloads_versions(stage), memory.offloads_activations(stage))
             self._offload[stage] = offload
-            num_versions = _core.num_versions_kept(memory.schedule, stage)
-            if offload.versions:
-                self._core.add_term(
-                    stage_term(OFFLOADED_VERSIONS, stage), own_bytes, num_versions, staging=True
-                )
-                num_versions = num_resident_versions(num_versions)
-            term = version_term(stage)
-            is_posted_into = any(channel.posted_into == term for channel in memory.channels)
-            self._core.add_term(term, own_bytes, num_versions, is_posted_into=is_posted_into)
-            if offload.activations:
-                self._core.add_term(
-                    stage_term(OFFLOADED_ACTIVATIONS, stage),
-                    memory.footprints[stage].offloadable_bytes,
-                    num_activation_homes(memory.schedule, stage),
-                    staging=True,
-                )
-            for owner, tied_bytes in memory.tied_bytes[stage].items():
-                num_tied = _core.num_tied_versions_kept(memory.schedule, owner)
-                self._core.add_term(stage_term(_tied_name(owner), stage), tied_bytes, num_tied)
-            if memory.shard_bytes.get(stage):
-                num_others = self.run.plan.stages[stage].num_replicas - 1
-                self._core.add_term(stage_term(SHARD, stage), memory.shard_bytes[stage], 1)
-                self._core.add_term(stage_term(SHARD_ANSWERS, stage), memory.shard_bytes[stage], num_others)
-            pushes = memory.pushes_of(stage)
-            if pushes.slot_bytes:
-                self._core.add_term(stage_term(PUSHES, stage), pushes.slot_bytes, pushes.num_rounds)
-            num_states = self._optimizers[stage].num_placed_states
-            if num_states:
-                slot_bytes = memory.placed_state_bytes[stage] // num_states
-                self._core.add_term(stage_term(OPTIMIZER_STATE, stage), slot_bytes, num_states)
-            if memory.masters_bytes.get(stage):
-                self._core.add_term(stage_term(MASTERS, stage), memory.masters_bytes[stage], 1)
-            if memory.averages_bytes.get(stage):
-                self._core.add_term(stage_term(AVERAGES, stage), memory.averages_bytes[stage], 1)
+            for term in memory.pool_terms(stage):
+                name = stage_term(term.name, stage)
+                self._core.add_term(name, *term[1:], is_posted_into=name in posted)
 
     def _prepare(self, stage: StageModule, group: ReplicaGroup | None) -> PreparedStage:
         """Puts the stage's weights and its optimizer's state into the pool."""
@@ -348,7 +282,7 @@ class StagePool:
         if offload.versions:
             resident = ResidentVersions(own_slots, slots(OFFLOADED_VERSIONS, num_versions), copies)
         of_ties = {
-            owner: (parameters, slots(_tied_name(owner), _core.num_tied_versions_kept(schedule, owner)))
+            owner: (parameters, slots(tied_term(owner), _core.num_tied_versions_kept(schedule, owner)))
             for owner, parameters in self._tied_parameters(index).items()
         }
         start = StageStart.of(schedule, index, self._snapshots.get(index))
@@ -519,16 +453,24 @@ class StagePool:
         )
 
 
-def _tied_name(owner: int) -> str:
-    return f"{TIED_VERSIONS} from stage {owner}"
-
-
-def bytes_from_torch(stage: StageModule, optimizer: StageOptimizer, device_type: str) -> tuple[int, int]:
-    """Returns the bytes that torch allocates for an optimizer: (its state, the largest step)."""
+def bytes_with_optimizer(
+    weights: int, stage: StageModule, optimizer: StageOptimizer, device_type: str
+) -> StageBytes:
+    """Returns the figures of weights and optimizer. weights: bytes of one version."""
     if optimizer.is_native:
-        return 0, native_step_bytes(stage, optimizer.num_parameters)
-    made = optimizer.optimizer
-    return predict_state_bytes(made), predict_step_bytes(made, device_type)
+        torch_state, step = 0, native_step_bytes(stage, optimizer.num_parameters)
+    else:
+        torch_state = predict_state_bytes(optimizer.optimizer)
+        step = predict_step_bytes(optimizer.optimizer, device_type)
+    return StageBytes(
+        weights,
+        state_slot=optimizer.state_slot_bytes,
+        num_states=optimizer.num_placed_states,
+        masters=optimizer.num_placed_masters * optimizer.masters_slot_bytes,
+        averages=0 if optimizer.averages is None else optimizer.averages.slot_bytes,
+        torch_state=torch_state,
+        step=step,
+    )
 
 
 def hold_slots(core: _core.Worker, name: str, stage_index: int, num_slots: int) -> list[Tensor]:

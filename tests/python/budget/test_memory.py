@@ -20,6 +20,7 @@ from pipedream.budget.memory import (
     TRANSIENT,
     WEIGHT_VERSIONS,
     MemoryPlan,
+    StageBytes,
     choose_savings,
     describe_memory,
     model_bytes,
@@ -45,6 +46,9 @@ def _footprint(*, stash: int = 100, inputs: int = 10, outputs: int = 20, transie
     )
 
 
+_STAGE = StageBytes(weights=3 * _KIB)
+
+
 def _memory(
     schedule: str = "pipedream", *, rank: int = 0, microbatches: int = 1, num_workers: int = 4, **given: Any
 ) -> MemoryPlan:
@@ -56,10 +60,7 @@ def _memory(
     fields: dict[str, Any] = {
         "footprints": {stage: _footprint() for stage in range(4)},
         "channels": [],
-        "weight_bytes": dict.fromkeys(range(4), 3 * _KIB),
-        "tied_bytes": {stage: {} for stage in range(4)},
-        "placed_state_bytes": dict.fromkeys(range(4), 0),
-        "torch_state_bytes": dict.fromkeys(range(4), 0),
+        "stages": dict.fromkeys(range(4), _STAGE),
         "model_bytes": 0,
     }
     return MemoryPlan(plan, rank, options, **(fields | given))
@@ -232,12 +233,10 @@ _STRAIGHT = [("pipedream", 1), ("flush", 4), ("gpipe", 2), ("2bw", 4)]
 
 
 def _assert_stash_is_what_the_lists_allow(plan: Plan, options: _core.ScheduleOptions) -> None:
-    nothing = dict.fromkeys(range(plan.num_stages), 0)
     for stage, (kept, gradient) in itertools.product(range(1, plan.num_stages), [(100, 10), (1, 10)]):
         footprint = replace(_footprint(stash=0, inputs=0), stash_bytes=kept, input_bytes=gradient)
         rank = plan.placement.rank_of(stage)
-        footprints, ties = {stage: footprint}, {stage: {}}
-        memory = MemoryPlan(plan, rank, options, footprints, [], nothing, ties, nothing, nothing, 0)
+        memory = MemoryPlan(plan, rank, options, {stage: footprint}, [], {stage: StageBytes(0)}, 0)
         # One gradient more is counted, because a gradient is released late.
         assert memory.terms()[STASH] == _most_held(options, stage, kept, gradient) + gradient, stage
 
@@ -310,16 +309,9 @@ def test_a_replica_with_one_microbatch_of_each_minibatch_keeps_the_inputs_of_all
 
 
 def test_tied_parameters_state_and_the_model_have_terms_of_their_own() -> None:
-    by_stage = dict.fromkeys(range(4), 2 * _KIB)
-    terms = _kib(
-        _memory(
-            rank=3,
-            tied_bytes={3: {0: _KIB, 1: _KIB}},
-            placed_state_bytes=by_stage,
-            torch_state_bytes=by_stage,
-            model_bytes=50 * _KIB,
-        )
-    )
+    tied = {0: _KIB, 1: _KIB}
+    stage = StageBytes(3 * _KIB, tied, state_slot=_KIB, num_states=2, torch_state=2 * _KIB)
+    terms = _kib(_memory(rank=3, stages={3: stage}, model_bytes=50 * _KIB))
     assert terms[TIED_VERSIONS] == 4 * 2  # n_0 at every stage
     assert terms[OPTIMIZER_STATE] == terms[TORCH_OPTIMIZER_STATE] == 2
     assert terms[MODEL] == 50
@@ -367,7 +359,7 @@ def test_a_worker_of_several_stages_adds_them_up_but_has_one_transient_at_a_time
 
 def test_an_optimizers_step_comes_at_another_time_than_forwards_and_backwards() -> None:
     for step, transient in ((5 * _KIB, 7), (9 * _KIB, 9)):
-        assert _kib(_memory(rank=1, step_bytes={1: step}))[TRANSIENT] == transient
+        assert _kib(_memory(rank=1, stages={1: replace(_STAGE, step=step)}))[TRANSIENT] == transient
 
 
 def test_a_recompute_keeps_outputs_until_they_are_sent_and_has_one_stash_at_a_time() -> None:

@@ -18,6 +18,7 @@ from pipedream.budget.memory import (
     STASH,
     WEIGHT_VERSIONS,
     MemoryPlan,
+    StageBytes,
     channel_terms,
     choose_savings,
 )
@@ -402,10 +403,7 @@ def _plan_of(
         _core.ScheduleOptions(in_flight=in_flight),
         {0: footprint, 1: footprint},
         channels,
-        weight_bytes={0: weight_mib * _MIB},
-        tied_bytes={0: {}},
-        placed_state_bytes={0: 0},
-        torch_state_bytes={0: 0},
+        stages={0: StageBytes(weight_mib * _MIB)},
         model_bytes=0,
         device_type=device_type,
     )
