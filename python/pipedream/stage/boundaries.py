@@ -73,14 +73,14 @@ class StageZeroGate:
         self,
         source: MinibatchSource,
         group_size: int,
-        planned: Sequence[Planned] = (),
+        planned: Sequence[Planned],
         *,
-        stopping: Stopping | None = None,
-        asking: Asking | None = None,
-        evaluates: bool = False,
-        saves_before: Callable[[int], bool] | None = None,
-        first_of_run: int = 0,
-        begins_with: int = 0,
+        stopping: Stopping | None,
+        asking: Asking | None,
+        evaluates: bool,
+        saves_before: Callable[[int], bool] | None,
+        first_of_run: int,
+        begins_with: int,
     ) -> None:
         """evaluates: whether this replica runs the evaluations.
         saves_before: decides on a SNAPSHOT that does not follow from the data.
@@ -237,7 +237,7 @@ class Boundaries:
         self,
         schedule: _core.ScheduleOptions,
         stages: Sequence[int],
-        listeners: Sequence[BoundaryListener] = (),
+        listeners: Sequence[BoundaryListener],
     ) -> None:
         self._listeners = listeners
         self.group_size = _core.minibatches_between_drains(schedule)

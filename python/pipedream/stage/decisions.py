@@ -249,12 +249,12 @@ class RateChanges:
         self,
         way: AnswerWay,
         scale_rates: Callable[[int, float], None],
-        answered: Mapping[int, float] | None = None,
+        answered: Mapping[int, float],
     ) -> None:
         """scale_rates: called with a stage and a factor. answered: factors of answers from before the run,
         by boundary."""
         self._way = way
-        self._answered = answered or {}
+        self._answered = answered
         self._scale_rates = scale_rates
 
     def begin(self, stage: int, minibatch: int, events: int) -> None: ...

@@ -261,8 +261,8 @@ class JobOptions:
             ties,
         )
 
-    def traits(self, ties: Sequence[tuple[int, int]] = ()) -> Traits:
-        """Returns the traits of this run. ties: as in schedule_options()."""
+    def traits(self) -> Traits:
+        """Returns the traits of this run, without those of parameters that stages share."""
         checkpoints, keys, ports = self.checkpoints, self.links.keys, self.links.ports
         is_timed = checkpoints is not None and checkpoints.seconds is not None and self.is_asynchronous
         every = "" if checkpoints is None else f"checkpoints: every is {checkpoints.every!r}"
@@ -282,7 +282,7 @@ class JobOptions:
             codec = codec_between(self.links.codec, stage, stage - 1)
             if codec.startswith("topk"):
                 own["topk_gradients"] = (True, f"codec is {codec!r} for gradients")
-        return self.job(ties).traits() | traits_where(own)
+        return self.job().traits() | traits_where(own)
 
     def seed_data(self, base: int) -> None:
         """Seeds the process's generators before it reads the run's data. base: the run's base_seed()."""

@@ -52,7 +52,7 @@ class SpareLoop:
         server: ParameterServer,
         optimizer: StageOptimizer,
         predicted: Mapping[str, int],
-        newest_slot: int = 0,
+        newest_slot: int,
     ) -> None:
         """optimizer: the optimizer of the server. predicted: bytes of each memory term. newest_slot: the
         slot of the version that the spare begins with.

@@ -78,11 +78,11 @@ class WorkerLoop:
         in_microbatches: bool,
         edges: Sequence[tuple[_core.Edge, str]],
         predicted: Mapping[str, int],
-        torch_pool: TorchPool | None = None,
-        steered: Steered = Steered(),  # noqa: B008 (frozen, of nothing)
-        evaluation: EvaluationPlan | None = None,
-        make_saver: Callable[[Sequence[PreparedStage]], StageSaver] | None = None,
-        saves_before: Callable[[int], bool] | None = None,
+        torch_pool: TorchPool | None,
+        steered: Steered,
+        evaluation: EvaluationPlan,
+        make_saver: Callable[[Sequence[PreparedStage]], StageSaver] | None,
+        saves_before: Callable[[int], bool] | None,
     ) -> None:
         """prepared: this worker's stages in ascending order.
         input_boundary: the boundary that the inputs of stage 0 are checked against. None checks nothing.
@@ -95,7 +95,7 @@ class WorkerLoop:
         predicted: bytes of each memory term.
         torch_pool: the memory in which forwards and backwards make their tensors. None: torch allocates them.
         steered: the objects that can end the run early or change it.
-        evaluation: the plan of the evaluations; None without validation.
+        evaluation: the plan of the evaluations.
         make_saver: makes the saver of the stages. None where no checkpoint is written.
         saves_before: decides on checkpoints that do not follow from the data, at a boundary."""
         self._core = core
@@ -143,7 +143,7 @@ class WorkerLoop:
         self._saver = None if make_saver is None else make_saver(prepared)
         self.was_stopped = False
         """Whether the run ended before its data did."""
-        self._evaluations = None if evaluation is None else self._make_evaluations(evaluation)
+        self._evaluations = self._make_evaluations(evaluation)
         self._boundaries = Boundaries(schedule, stages, self._boundary_listeners())
         self._gate = self._make_gate() if 0 in stages else None
         self._runners = {
@@ -221,7 +221,8 @@ class WorkerLoop:
         return [listener for listener in listeners if listener is not None]
 
     def _make_evaluations(self, plan: EvaluationPlan) -> Evaluations | None:
-        """Makes the evaluations. Only the first replica of a stage evaluates; others get None."""
+        """Makes the evaluations; None without validation. Only the first replica of a stage evaluates, so
+        the others get None, too."""
         options, last = self._options, self._options.plan.num_stages - 1
         validation = options.validation
         if validation is None or self._replica > 0:

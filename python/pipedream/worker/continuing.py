@@ -66,7 +66,7 @@ _Versions = dict[int, dict[str, Tensor]]
 
 
 def found_checkpoint(
-    checkpoints: Checkpoints, model: Model, group_size: int, evaluates_every: int | str | None = None
+    checkpoints: Checkpoints, model: Model, group_size: int, evaluates_every: int | str | None
 ) -> Continued | None:
     """Returns the checkpoint to continue from; None if there is no checkpoint, so that the run begins with
     minibatch 0. Raises ValueError if the checkpoint does not fit the model, or if the folder cannot be

@@ -92,8 +92,7 @@ def gather(
             kind, f"{message}; the training was over here, and {_weights_of(run)}: {keep_elsewhere(run)}"
         ) from None
     if unsaved:
-        is_in_model = run.options.output.gather != "none" and run.place.folder is None
-        where = ["the model of rank 0 has the trained weights"] if is_in_model else []
+        where = ["the model of rank 0 has the trained weights"] if _gathers(run) else []
         raise PipelineError("; ".join([*unsaved, *where]))
     result.keep(RunState(document, kept))
     return result
@@ -221,19 +220,21 @@ def _hand_down(
             send_values(core, channel, of_loss)
 
 
+def _gathers(run: AgreedRun) -> bool:
+    """Whether weights go up the tree. Local workers write them into files."""
+    return run.options.output.gather != "none" and run.place.folder is None
+
+
 def _gathered_stages_of(run: AgreedRun, rank: int) -> list[StageModule]:
-    by_files = run.options.output.gather == "none" or run.place.folder is not None
-    return [] if by_files else run.stages_of(rank)
+    return run.stages_of(rank) if _gathers(run) else []
 
 
 def _sends_averages(run: AgreedRun) -> bool:
-    by_files = run.options.output.gather == "none" or run.place.folder is not None
-    return not by_files and run.options.call_points.ema_decay is not None
+    return _gathers(run) and run.options.call_points.ema_decay is not None
 
 
 def _sends_loss(run: AgreedRun, rank: int) -> bool:
-    by_files = run.options.output.gather == "none" or run.place.folder is not None
-    return not by_files and run.plan.num_stages - 1 in run.plan.stages_of(rank)
+    return _gathers(run) and run.plan.num_stages - 1 in run.plan.stages_of(rank)
 
 
 def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:

@@ -111,7 +111,6 @@ class Segment:
         self._loop: WorkerLoop | None = None
         self._spare_loop: SpareLoop | None = None
         self._snapshots = snapshots
-        self._heard: tuple[Following | None, ...] = ()  # at most one entry
         channels = _channels_of(run, device, rehearsed, self._forwarded, optimizers)
         self.channels = links.placed_on_devices(
             run.linked, device, channels, lambda channel: channel.stages is not None, run.key
@@ -175,18 +174,14 @@ class Segment:
         self._loop = loop = self._make_loop(checkpointing)
         self._snapshots.clear()  # nothing needs their memory any more
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
-            report = loop.train(lambda: self.what_follows() is not None)
+            report = loop.train(lambda: self.following is not None)
         _note_codecs(report, self.channels)
         return report
 
-    def what_follows(self) -> Following | None:
-        """Returns the reason for another segment, or None. Rank 0 decides when its own work is done, and
-        tells every rank. Raises DataMismatch if this worker has read other data."""
-        if not self._heard:
-            self._heard = (self._hear_what_follows(),)
-        return self._heard[0]
-
-    def _hear_what_follows(self) -> Following | None:
+    @functools.cached_property
+    def following(self) -> Following | None:
+        """The reason for another segment, or None. Rank 0 decides when its own work is done, and tells every
+        rank. Raises DataMismatch if this worker has read other data."""
         run, core, rank = self.run, self.core, self.run.rank
         larger = None if self.was_stopped else self._source.larger
         mine = None

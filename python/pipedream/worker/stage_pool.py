@@ -88,7 +88,7 @@ class StagePool:
         optimizers: WorkerOptimizers,
         snapshots: Mapping[int, StageSnapshot],
         *,
-        evaluation_bytes: int = 0,
+        evaluation_bytes: int,
     ) -> None:
         """Decides which stages recompute and which offload. footprints: by stage of this worker. snapshots:
         by stage, the state from which the stage continues; empty if the run does not continue another."""

@@ -211,7 +211,7 @@ class _Worker:
             if self._checkpointing is not None:
                 self._checkpointing.losses += reports[-1].get("losses", [])
                 self._checkpointing.evaluated += reports[-1].get("validation", [])
-            following = segment.what_follows()
+            following = segment.following
             if following is None:
                 break
             began_s = time.monotonic()
