@@ -154,7 +154,7 @@ def run_locally(
             _interrupts_told(options, board),
             notices_save(noticed, has_begun=lambda: board.newest() >= 0),
         ):
-            told = LocalSteering(steering, options, board, folder)
+            told = LocalSteering(steering, options, board, folder, rendezvous)
             _launch(task, options, board, expected, script, told, check_validation)
         if options.output.gather != "none":
             _take_over(stages, options, folder)

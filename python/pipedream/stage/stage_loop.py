@@ -21,7 +21,6 @@ from pipedream import _core
 from pipedream.budget.torch_pool import TorchPool
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards
-from pipedream.common.guard import write_record
 from pipedream.data.batch_reader import BatchReader, ValidationReader
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.model.boundary import TENSORS, Boundary
@@ -262,12 +261,8 @@ class WorkerLoop:
         self._progress.show_evaluation(boundary, samples, figures)
         if not self._options.call_points.at_epochs:
             return
-        name, folder = evaluation_name(boundary), self._place.folder  # for callbacks
         evaluated = {"minibatch": boundary, "samples": samples, "figures": dict(figures)}
-        if folder is not None:
-            write_record(folder / f"{name}.json", evaluated)
-        else:
-            self._place.rendezvous.publish(name, evaluated)
+        self._place.rendezvous.publish(evaluation_name(boundary), evaluated)  # for callbacks
 
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas

@@ -137,7 +137,7 @@ class _Saving:
         self._rendezvous = run.place.rendezvous
         self._is_due = SaveRequests(checkpoints).saves_now if run.rank == 0 else None
         self._lead = stop_lead(run.schedule(), sync_every=run.options.replication.sync_every)
-        """As in decisions.Stopping; 0 if stage 0 has one replica."""
+        """The lead of decisions.Stopping; 0 if stage 0 has one replica."""
         self._group_size = _core.minibatches_between_drains(run.schedule())
         self._says = self._hears = run.first_minibatch + self._group_size
         """The boundaries of the next words."""

@@ -4,15 +4,14 @@
     stage 0        waits, where its schedule says, for the answer  <-- caller   writes the answer
     every stage    reads the answer where the learning rate changes
 
-Questions and answers are rare, and minibatches wait for them only at stage 0. An answer is stored under the
-boundary at which it is due. Under torchrun rank 0 calls the callbacks, and the rendezvous carries the
-answers. The workers' part runs on their compute thread, the other part on the caller's.
+Questions and answers are rare, and minibatches wait for them only at stage 0. The rendezvous carries answers,
+each under the boundary at which it is due, and the figures of evaluations. Under torchrun rank 0 calls the
+callbacks. The workers' part runs on their compute thread, the other part on the caller's.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 from pipedream import _core
 from pipedream.callbacks.callback import Decision
 from pipedream.callbacks.steering import Evaluated, Question, Steering
-from pipedream.common.guard import write_record
+from pipedream.links.rendezvous import Rendezvous
 from pipedream.planning.plan import Plan
 from pipedream.report.status import LOOK_S, StatusBoard
 from pipedream.stage.boundaries import EVALUATE, RATE, SNAPSHOT, STOP
@@ -42,7 +41,6 @@ from pipedream.worker.worker_optimizers import WorkerOptimizers
 __all__ = ["LocalSteering", "answers_of", "steered"]
 
 _QUESTIONS = "questions"
-_POLL_S = 0.001
 _ANSWER_S = 0.005
 _CHECKPOINTS_S = 0.25  # seconds between two looks for new checkpoints
 
@@ -57,7 +55,7 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
         stopping = Stopping(place.stop_order, decides=place.rank == 0, lead=lead)
     if not points.at_epochs:
         return Steered(stopping)
-    way: AnswerWay = StoreWay(run, steering) if place.folder is None else FolderWay(place.folder, place.board)
+    way: AnswerWay = _WayToRank0(run, steering) if place.folder is None else _WayToCaller(run)
     continues = run.options.continues
     answers = () if continues is None else continues.answers
     asking: Asking | None = None
@@ -81,40 +79,53 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
     return Steered(stopping, asking, changes)
 
 
-class FolderWay:
-    """Carries questions and answers between a local worker and the callbacks."""
+class _Way:
+    """Carries answers to a worker."""
+
+    def __init__(self, run: AgreedRun) -> None:
+        self._rendezvous = run.place.rendezvous
+        self._check: Callable[[], None] = lambda: None
+
+    def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
+        self._check = check
+        return int(self._answer(boundary)["events"])
+
+    def rate_factor(self, boundary: int) -> float:
+        return float(self._answer(boundary)["rate_factor"])
+
+    def _answer(self, boundary: int) -> dict[str, Any]:
+        answer: dict[str, Any]
+        (answer,) = self._wait_for([_answer_key(boundary)])
+        return answer
+
+    def _wait_for(self, keys: list[str]) -> list[Any]:
+        return wait_while_linked(self._rendezvous, keys, self._check)
+
+
+class _WayToCaller(_Way):
+    """Carries questions from a local worker to its caller, which looks for them in a file."""
 
     waits = False  # the caller looks by itself, and knows the losses
 
-    def __init__(self, folder: Path, board: StatusBoard | None) -> None:
-        assert board is not None
-        self._folder = folder
-        self.note_norm = board.add_norm
+    def __init__(self, run: AgreedRun) -> None:
+        super().__init__(run)
+        assert run.place.board is not None and run.place.folder is not None
+        self._questions = run.place.folder / _QUESTIONS
+        self.note_norm = run.place.board.add_norm
 
     def ask(self, question: Question) -> None:
-        with (self._folder / _QUESTIONS).open("a", encoding="utf-8") as file:
+        with self._questions.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(question)) + "\n")
 
-    def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
-        path = _answer_path(self._folder, boundary)
-        while not path.exists():
-            check()
-            time.sleep(_POLL_S)
-        return int(_read_answer(path)["events"])
 
-    def rate_factor(self, boundary: int) -> float:
-        return float(_read_answer(_answer_path(self._folder, boundary))["rate_factor"])
-
-
-class StoreWay:
-    """Carries questions and answers between a rank of torchrun and the callbacks, by the rendezvous. Rank 0
-    calls the callbacks when the answer is due. By then the losses have come back to stage 0 with the
-    gradients."""
+class _WayToRank0(_Way):
+    """Carries questions from the ranks of torchrun to rank 0, which calls the callbacks when the answer is
+    due. By then the losses have come back to stage 0 with the gradients."""
 
     waits = True
 
     def __init__(self, run: AgreedRun, steering: Steering | None) -> None:
-        self._rendezvous = run.place.rendezvous
+        super().__init__(run)
         self._replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
         self._num_replicas = run.plan.stages[0].num_replicas
         self._steering = steering
@@ -127,7 +138,6 @@ class StoreWay:
         self._open: dict[int, Question] = {}
         """Questions without an answer, by the boundaries of their answers."""
         self._losses: list[float] = []
-        self._check: Callable[[], None] = lambda: None
 
     def ask(self, question: Question) -> None:
         if question.takes_effect is not None:
@@ -151,31 +161,28 @@ class StoreWay:
             evaluations = [Evaluated(**each) for each in found]
             decision = self._steering.tell(question, self._losses, evaluations)
             self._rendezvous.publish(_answer_key(boundary), _answer_of(decision))
-        return int(self._answer(boundary)["events"])
-
-    def rate_factor(self, boundary: int) -> float:
-        return float(self._answer(boundary)["rate_factor"])
-
-    def _answer(self, boundary: int) -> dict[str, Any]:
-        answer: dict[str, Any]
-        (answer,) = self._wait_for([_answer_key(boundary)])
-        return answer
-
-    def _wait_for(self, keys: list[str]) -> list[Any]:
-        return wait_while_linked(self._rendezvous, keys, self._check)
+        return super().wait(boundary, losses, check)
 
 
 class LocalSteering:
     """The steering in the process that called local workers: it answers their questions."""
 
-    def __init__(self, steering: Steering, options: JobOptions, board: StatusBoard, folder: Path) -> None:
+    def __init__(
+        self,
+        steering: Steering,
+        options: JobOptions,
+        board: StatusBoard,
+        folder: Path,
+        rendezvous: Rendezvous,
+    ) -> None:
         self._steering = steering
         self._plan = options.plan
         self._num_microbatches = options.microbatches
         self._first_minibatch = options.first_minibatch
         self._has_norms = options.measures_gradients
         self._board = board
-        self._folder = folder
+        self._questions = folder / _QUESTIONS
+        self._rendezvous = rendezvous
         fix_rates_of_spares(steering, options.plan)
         self.is_needed = steering.points.at_epochs
         """Whether look() has anything to do."""
@@ -208,8 +215,8 @@ class LocalSteering:
         if question.takes_effect is None:
             self._steering.note_last(question)
             return True
-        paths = [self._folder / f"{evaluation_name(each)}.json" for each in question.evaluations]
-        if not all(path.exists() for path in paths):
+        found = self._rendezvous.read([*map(evaluation_name, question.evaluations)])
+        if found is None:
             return False
         losses = self._board.losses(self._plan.stages[-1].num_replicas, self._num_microbatches)
         if len(losses) < question.boundary - self._first_minibatch:
@@ -218,13 +225,12 @@ class LocalSteering:
             self._steering.norms = self._board.norms()
             if len(self._steering.norms) < self._steering.updates_before(question.boundary):
                 return False
-        evaluations = [Evaluated(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-        decision = self._steering.tell(question, losses, evaluations)
-        write_record(_answer_path(self._folder, question.takes_effect), _answer_of(decision))
+        decision = self._steering.tell(question, losses, [Evaluated(**each) for each in found])
+        self._rendezvous.publish(_answer_key(question.takes_effect), _answer_of(decision))
         return True
 
     def _read_questions(self) -> None:
-        path = self._folder / _QUESTIONS
+        path = self._questions
         if not path.exists() or path.stat().st_size == self._num_read:
             return
         with path.open("rb") as file:
@@ -248,15 +254,6 @@ def _losses_key(boundary: int, replica: int) -> str:
 
 def _answer_key(boundary: int) -> str:
     return f"answer at {boundary}"
-
-
-def _answer_path(folder: Path, boundary: int) -> Path:
-    return folder / f"answer-{boundary}.json"
-
-
-def _read_answer(path: Path) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return answer
 
 
 def answers_of(decisions: Sequence[tuple[int, Decision]]) -> list[tuple[int, int, float]]:
