@@ -52,7 +52,9 @@ class StageOptimizer:
     ) -> None:
         """named: the parameters that this stage updates, with their initial values. where: names the stage in
         errors, for example "stage 1"."""
-        self._named = list(named)
+        self.named: NamedParameters = list(named)
+        """The parameters or pieces whose versions this object makes, with the names under which their state
+        is stored."""
         self._masters = make_masters(named)
         # A stage without parameters has nothing to optimize, and torch refuses an empty list.
         self.optimizer: torch.optim.Optimizer | None = None
@@ -66,7 +68,6 @@ class StageOptimizer:
             if lr_scheduler is not None:
                 self._scheduler = build_scheduler(lr_scheduler, self.optimizer, where)
         self._native = self._native_one()
-        self._drawn_names = [name for name, _ in named]
         self.averages: Averages | None = None
         """The averages of the versions that this object makes."""
         self._draws: int | None = None
@@ -76,18 +77,16 @@ class StageOptimizer:
         """Makes the random draws of the optimizer's steps depend only on the run's seed `base`, the stage,
         the names of its parameters and the number of the step. Without this call the draws come from the
         process's generators."""
-        self._draws = update_seed(base, stage_index, self._drawn_names)
+        self._draws = update_seed(base, stage_index, [name for name, _ in self.named])
 
     def keep(self, pieces: Sequence[Piece]) -> None:
         """Restricts this object to these pieces of its parameters: it makes versions of no other elements.
         `named` then lists the pieces, in order. Call it before place_state()."""
         self._masters = keep_pieces(self.optimizer, self._masters, pieces)
-        names = [self._named[piece.parameter][0] for piece in pieces]
-        self._named = list(zip(names, self._masters, strict=True))
-        self._drawn_names = [
-            f"{name}[{piece.first}:{piece.first + piece.count}]"
-            for name, piece in zip(names, pieces, strict=True)
+        names = [
+            f"{self.named[piece.parameter][0]}[{piece.first}:{piece.first + piece.count}]" for piece in pieces
         ]
+        self.named = list(zip(names, self._masters, strict=True))
         self._native = self._native_one()
 
     def _native_one(self) -> optim.NativeOptimizer | None:
@@ -102,15 +101,9 @@ class StageOptimizer:
         return None
 
     @property
-    def named(self) -> NamedParameters:
-        """The parameters or pieces whose versions this object makes, with the names under which their state
-        is stored."""
-        return list(zip(self._drawn_names, (parameter for _, parameter in self._named), strict=True))
-
-    @property
     def num_parameters(self) -> int:
         """The number of tensors whose versions it makes."""
-        return len(self._named)
+        return len(self.named)
 
     @property
     def is_native(self) -> bool:
@@ -126,31 +119,31 @@ class StageOptimizer:
     @property
     def state_slot_bytes(self) -> int:
         """Bytes of a flat slot that holds one state tensor per parameter."""
-        return state_layout(self._named)[0]
+        return state_layout(self.named)[0]
 
     @property
     def num_placed_masters(self) -> int:
         """How many slots place_state() needs for float32 masters: one if any parameter has a master."""
-        return int(self._native is not None and any(has_master(p) for _, p in self._named))
+        return int(self._native is not None and any(has_master(p) for _, p in self.named))
 
     @property
     def keeps_masters(self) -> bool:
         """Whether a parameter has a float32 master, in a slot or elsewhere."""
         keeps = self.is_native or isinstance(self.optimizer, optim.MasterWeights)
-        return keeps and any(has_master(parameter) for _, parameter in self._named)
+        return keeps and any(has_master(parameter) for _, parameter in self.named)
 
     @property
     def masters_slot_bytes(self) -> int:
         """Bytes of a flat slot with the masters of all parameters."""
-        return masters_layout(self._named)[0]
+        return masters_layout(self.named)[0]
 
     def place_state(self, states: Sequence[Tensor], masters: Sequence[Tensor] = ()) -> None:
         """Gives the native optimizer memory for its state: num_placed_states and num_placed_masters flat
         slots, laid out as by state_layout() and masters_layout()."""
         if self._native is None or not (states or masters):
             return
-        _, offsets = state_layout(self._named)
-        _, master_offsets = masters_layout(self._named)
+        _, offsets = state_layout(self.named)
+        _, master_offsets = masters_layout(self.named)
         for slot in states:
             slot.zero_()
 
@@ -315,7 +308,7 @@ class StageOptimizer:
     def _names_by_index(self) -> dict[int, str]:
         """The parameters' names by their numbers in a state_dict."""
         assert self.optimizer is not None
-        names = {id(master): name for master, name in zip(self._masters, self._drawn_names, strict=True)}
+        names = {id(master): name for master, (name, _) in zip(self._masters, self.named, strict=True)}
         listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return {index: names[id(parameter)] for index, parameter in enumerate(listed)}
 
