@@ -140,6 +140,7 @@ class LocalSteps(_GroupGradients):
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
         if not is_over or self._num_rounds % self._sync_every == 0:
             return
+        self._tied.wait_for_users(0)  # the mean is made in the memory from which the last version is sent
         self._average(newest_slot)
         # One replica of the owner stage sent this replica its tied parameters, before the owner's replicas
         # took the mean of their weights. So the replicas of this stage take the mean of these parameters,

@@ -312,10 +312,14 @@ class TiedParameters:
         if self._owned is None:
             return 0, 0
         newest = self._newest_owned
+        self.wait_for_users(self._owned.versions.num_slots - 1)
+        return self._owned.slot_of(newest), self._owned.slot_of(newest + 1)
+
+    def wait_for_users(self, num_left_max: int) -> None:
+        """Waits until at most so many owned versions are still to be sent to each user."""
         if self._wait_until_sent is not None:
             for user in self._users:
-                self._wait_until_sent(user, self._owned.versions.num_slots - 1)
-        return self._owned.slot_of(newest), self._owned.slot_of(newest + 1)
+                self._wait_until_sent(user, num_left_max)
 
     def finish_update(self) -> None:
         """Ends an update: the next version is written."""

@@ -5,6 +5,10 @@ Stages run their real programs, with queues in the place of the core's channels.
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from edge_replay import replay
@@ -12,8 +16,11 @@ from pipedream import Plan, _core
 from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.splitting.splitter import split
 from pipedream.stage.edge_transfers import EdgeTransfers
+from pipedream.update.reduced import LocalSteps
+from pipedream.update.stage_optimizer import StageOptimizer
 from pipedream.update.tied import TiedParameters, ties_by_owner
-from pipedream.update.weights import WeightVersions, split_tied
+from pipedream.update.weights import StageWeights, WeightVersions, split_tied
+from stage_weights import slots_for
 from torch import nn
 
 _NUM_MINIBATCHES = 9
@@ -273,3 +280,30 @@ def test_a_stage_without_ties_has_nothing_to_do() -> None:
     assert not tied
     assert (tied.newest_slots, tied.slots_read_by(5)) == ({}, {})
     assert tied.collect() == []
+
+
+def test_the_last_mean_is_made_after_the_last_version_has_been_sent() -> None:
+    """The owner sends a version from its own memory, and the mean of its replicas is made in that memory."""
+    stages, ties = _stages(2)
+    shared = [ties[0].parameter]
+    own, tied_named = split_tied(stages[0], shared)
+    weights = StageWeights(stages[0], slots_for(own, 1), {0: (shared, slots_for(tied_named, 2))})
+    options = _core.ScheduleOptions(in_flight=[2, 1], ties=tie_pairs(ties), first_minibatch=1)
+    events: list[str] = []
+
+    def wait_until_sent(user: int, num_left_max: int) -> None:
+        events.append(f"stage {user} has all but {num_left_max}")
+
+    group: Any = SimpleNamespace(num_replicas=1, all_reduce=lambda tensors: events.append("reduced"))
+    steps = LocalSteps(
+        weights,
+        StageOptimizer(functools.partial(torch.optim.SGD, lr=1.0), [*own, *tied_named]),
+        TiedParameters(options, 0, ties, weights.tied, wait_until_sent=wait_until_sent),
+        group=group,
+        rounds=_core.rounds_of(options, 0),
+        replica=0,
+        num_minibatches=lambda: None,
+        sync_every=2,
+    )
+    steps.finish(0, is_over=True)
+    assert events == ["stage 1 has all but 0", "reduced", "reduced"]
