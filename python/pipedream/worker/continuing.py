@@ -313,15 +313,14 @@ def take_loss_state(run: AgreedRun) -> None:
     continued = run.options.continues
     if continued is None or not run.reads_targets:
         return
-    checkpoint = Path(continued.path)
-    manifest = read_manifest(checkpoint)
-    last = max(part.stage_index for part in manifest.parts)
+    checkpoint, manifest = _opened(continued)
+    last = _last_stage_of(manifest)
     states = {}
     for part in manifest.parts:
-        state = read_part_state(checkpoint, last, part.replica_index) if part.stage_index == last else {}
+        state = read_part_state(checkpoint, last, part.replica) if part.stage == last else {}
         if LOSS in state:
             tensors = read_kind(checkpoint, part.of_kind("tensors"))
-            states[part.replica_index] = decode(state[LOSS], tensors)
+            states[part.replica] = decode(state[LOSS], tensors)
     own = states.get(run.plan.replica_of(run.rank)) if run.options.state is not None else None
     set_loss_state(
         run.options.loss_fn, joined_loss_states([states[q] for q in sorted(states)]) if own is None else own
