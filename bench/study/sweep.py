@@ -67,8 +67,8 @@ class Outcome:
     held_out: tuple[float | None, ...]
     """The held-out loss by seed. None: the loss stopped being finite."""
     losses: tuple[float, ...]
-    """Training losses: means over the seeds and MINIBATCHES_PER_POINT minibatches, as long as they are
-    finite."""
+    """Training losses. Each is a mean over MINIBATCHES_PER_POINT minibatches and all seeds. The tuple ends
+    before the first mean that is not finite."""
 
     def mean(self, task: Task) -> float:
         """Returns the mean held-out loss. A run that failed counts with the loss of guessing."""

@@ -82,8 +82,8 @@ class ListedProgram {
   // The text of the lists. Its comments say how many versions a stage keeps and which backward does not read
   // its forward's version, and show the cool-down.
   [[nodiscard]] std::string to_text() const;
-  // Tells the user which backward is the first to read another version than its forward, by its line, and
-  // what to write so that no backward does. Empty if every backward reads its forward's version.
+  // Returns a note for the user about backwards that read another version than their forward. It names the
+  // line of the first one, and says what to write so that there is none. Empty if there is none.
   [[nodiscard]] std::string note_on_unstashed() const;
 
   [[nodiscard]] const Placement& placement() const { return placement_; }

@@ -198,7 +198,7 @@ def run(model: torch.nn.Sequential, **options: Any) -> RunResult:
 def run_until_lost(model: torch.nn.Sequential, folder: str, **options: Any) -> tuple[Exception | None, float]:
     """Returns the run's error and the time at which the run ended.
 
-    The last of the other ranks to end kills the rank that had the mishap, because it may only be stopped.
+    The rank that had the mishap may be stopped but alive. The last of the other ranks to end kills it.
     """
     return _until_lost(lambda: run(model, **options), Path(folder), len(model))
 

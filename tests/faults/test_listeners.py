@@ -37,7 +37,7 @@ def test_a_run_of_local_workers_listens_on_loopback_alone() -> None:
 
 
 def test_the_store_of_rank_0_listens_at_the_master_address_alone() -> None:
-    # Rank 0 hosts the store if the launcher has none. That store used to listen on all interfaces.
+    # Rank 0 hosts the store if the launcher has none. torch's own store would listen on all interfaces.
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     before = listening_addresses(os.getpid())

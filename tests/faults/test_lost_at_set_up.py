@@ -296,7 +296,7 @@ def _run_and_leave(folder: str, mistaken: int) -> Exception | None:
 def test_the_host_of_the_store_stays_until_the_others_have_read_why(
     farm: Farm, tmp_path: Path, mistaken: int
 ) -> None:
-    # Rank 0 used to end at once, and the store with it. The others then saw a broken connection, not the
+    # If rank 0 ended at once, the store would end with it. The others would see a broken connection, not the
     # reason.
     outcomes = farm.run(_run_and_leave, str(tmp_path), mistaken, num_ranks=3, rank_0_hosts_store=True)
     assert outcomes[0].exit_code == 7

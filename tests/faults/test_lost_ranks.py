@@ -106,7 +106,7 @@ def _mistaken_options(mistake: str, folder: Path) -> tuple[dict[str, Any], dict[
 def test_a_rank_that_refuses_its_arguments_is_named_to_the_others(
     farm: Farm, tmp_path: Path, rank: int, mistake: str
 ) -> None:
-    # A machine without its key file used to keep the others waiting for ten minutes, without a word.
+    # Without this error the others would wait ten minutes for a machine that lacks its key file.
     mistaken, given, said = _mistaken_options(mistake, tmp_path)
     options = [given] * 3
     options[rank] = mistaken

@@ -507,8 +507,8 @@ def test_a_folder_for_checkpoints_that_cannot_be_written() -> None:
 
 
 class Diverging:
-    """Minibatches that are the same in all processes up to `at`. From there each process has its own, or one
-    rank's end.
+    """Minibatches of which the first `at` are the same in all processes. Later ones differ. If ends_at_rank
+    names a rank, they do not differ, but that rank has no later ones.
     """
 
     def __init__(self, at: int, *, ends_at_rank: str = "") -> None:

@@ -246,8 +246,8 @@ class DataStream:
         generators: RngStream | None = None,
         notes_positions: bool = False,
     ) -> None:
-        """generators: a stream for torch's generators from which the data draw; None: the data draw from the
-        process's generators. notes_positions: whether to record what position() needs.
+        """generators: the random numbers of the data. None: the data draw from the process's generators.
+        notes_positions: whether to record what position() needs.
         """
         self._data = data
         self._epochs = epochs

@@ -20,8 +20,8 @@ from pipedream.links.channels import RunChannel
 __all__ = ["Residuals", "by_name", "from_names", "keep_residuals", "restore_residuals"]
 
 Residuals = dict[str, list[Tensor]]
-"""Maps a channel's name to the channel's residuals in host memory: set after set, and in a set tensor after
-tensor."""
+"""Maps a channel's name to the channel's residuals, in host memory. The list has the tensors of the first
+set, then those of the second, and so on."""
 
 
 def keep_residuals(core: _core.Worker, rank: int, channels: Iterable[RunChannel]) -> Residuals:

@@ -102,7 +102,8 @@ class LossScaling:
         return told
 
     def keep(self, *, overflowed: bool) -> None:
-        """Stores, at the end of a segment, whether an update was skipped that no activation has reported."""
+        """Stores at the end of a segment whether the next segment must report a skipped update. It must if no
+        activation has reported that update yet."""
         self._kept = self._kept or overflowed or bool(self._late)
         self._heard = self._heard or bool(self._heard_at)
         self._late, self._heard_at = [], []

@@ -158,9 +158,9 @@ class ShardLayout:
         return parameter >= self.num_own, bisect.bisect(self.shared, parameter)
 
     def _chunk(self, shard: int, begin: int, end: int, rows: Sequence[tuple[int, int, int]]) -> Chunk:
-        """Makes the chunk from byte `begin` to byte `end`. Bytes are counted as if the slot of tied
-        parameters lay behind the slot of the others. rows: (parameter, first element, count) of the
-        pieces."""
+        """Makes the chunk from byte `begin` to byte `end`. Tied parameters have a slot of their own, but
+        `begin` and `end` count bytes as if that slot lay behind the other. rows: (parameter, first element,
+        count) of the pieces."""
 
         def piece(parameter: int, first: int, count: int) -> Piece:
             tensor = self._parameters[parameter]

@@ -1,5 +1,5 @@
-"""Tests plans whose replicas push factors: against an enumeration of all plans, in files and texts, and in
-simulations.
+"""Tests plans whose replicas push factors. Small plans are compared with the best of all possible plans.
+Other tests are of plan files, of a plan's text and of simulations.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class _Scaled(nn.Module):
 def test_a_value_that_a_stage_refuses_comes_with_its_remedy_alone(
     first: Any, later: Any, remedy: str
 ) -> None:
-    """The error once also had advice about values outside torch's operations, which did not apply."""
+    """The error has no advice about values outside torch's operations, which would not apply here."""
     data = [((torch.randn(3, WIDTH), scale), torch.arange(3)) for scale in (first, later)]
     cut = cut_model(_Scaled(), *data[0], cross_entropy)
     with pytest.raises(ValueError, match=remedy) as refused:

@@ -51,8 +51,8 @@ def test_looking_does_not_settle_the_callers_start_method(monkeypatch: pytest.Mo
 
 
 def test_a_worker_has_the_callers_precision_of_float32(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers sets the precision this way for `tf32`. torch's older setting then does not tell it any
-    more.
+    """Tests torch.backends.fp32_precision, which transformers sets for `tf32`. torch's older function does
+    not report a precision that was set in this way.
     """
     monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
     settings = CallerSettings.capture()
