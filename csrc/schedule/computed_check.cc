@@ -83,8 +83,8 @@ class StageChecker {
   std::int64_t num_forwarded_ = 0;                             // items
   std::int64_t num_backwarded_ = 0;
   bool recomputed_ = false;  // whether the next item to go backward is recomputed
-  // For each opcode of evaluations: the last boundary at which the list has the opcode, and the number of the
-  // opcode's instructions there so far.
+  // The last boundary at which the list has an opcode of evaluations, and how many instructions with this
+  // opcode it has had there so far.
   struct AtBoundary {
     MinibatchId minibatch{-1};
     std::int64_t num_done = 0;

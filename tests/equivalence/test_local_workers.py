@@ -267,8 +267,8 @@ class _Residual(nn.Module):
 
 
 def test_a_loaders_own_generator_goes_on_from_run_to_run_as_in_a_plain_loop() -> None:
-    """Workers iterate a copy of the loader. Each run of one epoch once had the minibatches of the first run
-    again.
+    """Workers iterate a copy of the loader. If the loader's generator did not go on, each run of one epoch
+    would have the minibatches of the first run.
     """
     inputs, targets = torch.randn(12, 3), torch.randn(12, 3)
 

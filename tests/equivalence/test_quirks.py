@@ -1,4 +1,4 @@
-"""Models, data and optimizers that do unusual things, each of which once gave a wrong result or a hang."""
+"""Runs with models, data and optimizers that do unusual things equal a plain loop, or are refused."""
 
 from __future__ import annotations
 

@@ -235,11 +235,10 @@ class Plan:
         shapes change, give a minibatch as large as the largest: `plan.fitting(collate([longest] *
         batch_size))`.
 
-        apart: plans memory for minibatches as large as one of the given ones, or between two of them. This
-        memory need not suffice for a minibatch that has the largest size of every entry. Use it for
-        minibatches of equal numbers of tokens, from few long texts to many short ones. The shapes from the
-        profile are dropped. If there are more than 16 kinds of shapes, the two kinds whose common size is
-        smallest become one.
+        apart: plans memory for minibatches as large as one of the given ones, or between two of them. Use it
+        if minibatches have few long texts or many short ones: the memory need not suffice for many long
+        texts. The shapes from the profile are dropped. If there are more than 16 kinds of shapes, the two
+        kinds whose common size is smallest become one.
 
         Raises TypeError for a value that is no minibatch.
         """

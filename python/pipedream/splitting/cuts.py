@@ -302,8 +302,8 @@ class Cuts:
 
     @functools.cached_property
     def _chances(self) -> dict[int, list[int]]:
-        """For each call, the ticks at which its own code branched on random numbers only, as LayerDrop does.
-        Branching on activations that went through dropout does not count.
+        """For each call, the ticks (times in the trace) at which its own code branched on random numbers
+        only, as LayerDrop does. Branching on activations that went through dropout does not count.
         """
         ticks: dict[int, list[int]] = {}
         free: set[Version] = set()  # values that depend on nothing but constants and random numbers

@@ -124,9 +124,8 @@ class StageRunner:
         self.gradient_slot = 0
         """The slot of the version whose leaves hold the gradients."""
         self.loss_scale = 1.0
-        """The factor by which the latest backward's loss is multiplied. It has another meaning if each
-        replica updates with its own gradients only (_sums_shares): the sum of the weights of the microbatches
-        that the replica has had in this round."""
+        """The factor by which the latest backward's loss is multiplied. With _sums_shares it is instead the
+        sum of the weights of the microbatches that this replica has had in the round."""
         self._share = 0.0
         self.meter: WorkMeter | None = None
         """Measures forwards, recomputes and backwards while there is one."""

@@ -585,7 +585,8 @@ TEST_P(BrokenSender, ItemWithoutACreditIsRefusedBeforeItIsRead) {
 }
 
 // A slot may be free and leased again while its credit is held back, so that the sender does not know of it.
-// The receiver once accepted an item in such a slot. Then its count of the sender's slots fell below zero.
+// The receiver must refuse an item in such a slot. Otherwise its count of the sender's slots would fall below
+// zero.
 TEST_P(Channels, ASlotWhoseCreditIsHeldBackIsNotGranted) {
   if (on_device() && placed()) return;  // the wire writes nothing there
   make_receiver(one_tensor_spec(), {.num_slots = 8});

@@ -376,8 +376,8 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
 }
 
 // The stage has one microbatch in flight and reads an old version. The microbatches of a minibatch read that
-// version one after the other, and between two of them nobody reads it. The engine once gave the slot free
-// after the first microbatch.
+// version one after the other, and between two of them nobody reads it. The slot must stay occupied until the
+// last of them has read it.
 TEST_F(Engine, SlotIsNotFreedBetweenTheMicrobatchesOfAMinibatch) {
   make(make_options("2bw", {1}, 3));
   std::vector<std::int64_t> freed_after;  // microbatches of minibatch 2, which reads version 1

@@ -106,7 +106,7 @@ def _links(rank: int, num_ranks: int) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks", [9, 256, 1024])
 def test_a_rank_has_no_more_links_however_many_ranks_there_are(num_ranks: int) -> None:
-    # Rank 0 once had two links to every other rank. 100 workers then took all of the usual 1,024 descriptors.
+    # With two links to every other rank, rank 0 of 100 workers would need all of the usual 1,024 descriptors.
     to_neighbour = 4  # activations, gradients, and a norm each way
     assert len(_links(0, num_ranks)) == to_neighbour + 2 * 8
     for rank in (1, num_ranks // 9, num_ranks - 1):

@@ -67,7 +67,7 @@ def test_a_plan_has_the_shapes_of_its_profile_and_of_what_it_is_to_fit() -> None
     ],
 )
 def test_what_is_no_minibatch_is_not_taken_for_one_to_fit(batch: Any, what: str) -> None:
-    """A value that is no minibatch was once accepted without an error, and the plan did not change."""
+    """Without an error such a value would leave the plan unchanged, and the user would not notice."""
     with pytest.raises(TypeError, match=f"a {what} is no minibatch with tensors"):
         Plan.straight(2, 2).fitting(batch)
 
@@ -142,7 +142,7 @@ def test_kinds_that_no_minibatch_can_be_as_large_as_stay_apart() -> None:
 
 
 def test_a_plan_with_both_kinds_of_shapes_is_refused() -> None:
-    """A plan with both kinds of shapes was once accepted. Memory was then planned for a mixture of them."""
+    """Memory would be planned for a mixture of both kinds."""
     with pytest.raises(ValueError, match="max_shapes and shapes_apart are both given") as refused:
         Plan(Plan.straight(2, 2).stages, max_shapes={"x": (4, 4)}, shapes_apart=({"x": (2, 9)},))
     assert "\n" not in str(refused.value)

@@ -157,7 +157,7 @@ def test_what_the_loss_and_the_data_hold_of_the_model_is_the_workers_model_too(t
     ids=["tensors", "arrays", "arrays by columns", "TensorDataset"],
 )
 def test_readers_of_data_in_memory_map_them_from_one_file(tmp_path: Path, data: Any) -> None:
-    # Each reader once had a copy of its own. For 400 MiB of data that took 3.2 GB at the start.
+    # If each reader had a copy of its own, 400 MiB of data would take 3.2 GB at the start.
     with _sent_together(tmp_path, data) as graph:
         read = graph.read("data")
     assert (tmp_path / "task.pickle").stat().st_size < 3000 < (tmp_path / "task.memory").stat().st_size
