@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pipedream.planning.factor_rule import FactoredSum, factored_sum
+from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan_stage import Stage
 
@@ -36,7 +36,6 @@ __all__ = [
     "shard_shares",
     "shares_of_a_shard",
     "spare_link_ms",
-    "synced_bytes",
 ]
 
 _MANY_BYTES = 1e15
@@ -49,26 +48,18 @@ class SyncedBytes(NamedTuple):
     pulled: float
 
 
-def synced_bytes(
-    layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool = False, minibatches: float = 1
-) -> SyncedBytes:
-    """Returns the bytes for a stage of these layers. minibatches: how many minibatches one replica trains in
-    a round.
-    """
-    found = factored_sum(layers, num_replicas, minibatches=minibatches) if factors else FactoredSum()
-    shard_bytes = (sum(layer.parameter_bytes for layer in layers) - found.weight_bytes) / num_replicas
-    return SyncedBytes(shard_bytes + found.factor_bytes, shard_bytes)
-
-
 def shares_of_a_shard(
     layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: float
 ) -> SyncedBytes:
-    """Returns synced_bytes() with `factors`, divided by the bytes of a shard without factors."""
-    dense = synced_bytes(layers, num_replicas).pulled
-    if dense == 0:
+    """Returns the bytes for a stage of these layers, divided by the bytes of a shard without factors.
+    minibatches: how many minibatches one replica trains in a round.
+    """
+    num_bytes = sum(layer.parameter_bytes for layer in layers)
+    if num_bytes == 0:
         return SyncedBytes(1.0, 1.0)
-    found = synced_bytes(layers, num_replicas, factors=True, minibatches=minibatches)
-    return SyncedBytes(found.pushed / dense, found.pulled / dense)
+    found = factored_sum(layers, num_replicas, minibatches=minibatches)
+    pulled = 1 - found.weight_bytes / num_bytes
+    return SyncedBytes(pulled + num_replicas * found.factor_bytes / num_bytes, pulled)
 
 
 def exchange_times(stage: Stage, all_ms: float, num_bytes: float | None = None) -> dict[str, Any]:

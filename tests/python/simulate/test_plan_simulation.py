@@ -16,7 +16,7 @@ from pipedream.planning.link_profile import LinkProfile, MeasuredLink
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.runtime_costs import StageCosts
-from pipedream.planning.synced_bytes import synced_bytes
+from pipedream.planning.synced_bytes import shares_of_a_shard
 from pipedream.simulate import plan_simulation
 from pipedream.simulate.plan_simulation import PlanSimulation, simulate_plan
 
@@ -289,12 +289,15 @@ def test_how_replicas_agree_says_what_they_wait_for(tmp_path: Path) -> None:
 
 def test_factors_of_a_round_grow_with_its_minibatches() -> None:
     layers = [LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=(WeightFactors(4000, 300),))]
-    assert synced_bytes(layers, 2) == (2500, 2500)
-    assert synced_bytes(layers, 2, factors=True) == (800, 500)
-    assert synced_bytes(layers, 2, factors=True, minibatches=13) == (4400, 500)
-    assert synced_bytes(layers, 2, factors=True, minibatches=14) == (2500, 2500)
-    assert synced_bytes(layers, 4, factors=True, minibatches=6) == (250 + 1800, 250)
-    assert synced_bytes(layers, 4, factors=True, minibatches=7) == (1250, 1250)
+    for replicas, minibatches, pushed, pulled in (
+        (2, 1, 800, 500),
+        (2, 13, 4400, 500),
+        (2, 14, 2500, 2500),
+        (4, 6, 250 + 1800, 250),
+        (4, 7, 1250, 1250),
+    ):
+        shares = shares_of_a_shard(layers, replicas, minibatches=minibatches)
+        assert [share * 5000 / replicas for share in shares] == pytest.approx([pushed, pulled])
 
 
 def test_a_profile_without_factors_cannot_be_simulated_with_them(tmp_path: Path) -> None:
