@@ -197,7 +197,7 @@ def write_value(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {name: write_value(item) for name, item in value.items()}
-    if type(value) is tuple:
+    if type(value) in (tuple, list):
         return [write_value(item) for item in value]
     known = _fields_of(value.__class__)
     items = {name: getattr(value, name) for name in known.kinds}

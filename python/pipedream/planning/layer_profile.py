@@ -40,19 +40,12 @@ __all__ = ["LayerProfile", "MicrobatchTimes", "Profile", "WeightFactors", "check
 _KIND = "profile"
 _VERSION = 1
 _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
-_HEADER_FIELDS = (
-    "model",
-    "batch_size",
-    "device",
-    "minibatches",
-    "time_error",
-    "runtime",
-    "max_shapes",
-    "cuts",
-)
+_KNOWN_FIELDS = ("model", "batch_size", "device", "minibatches")  # a file always has these
+_HEADER_FIELDS = (*_KNOWN_FIELDS, "time_error", "runtime", "cuts", "max_shapes")
 _ROWS_MAX = 40  # layers that have a row each when a profile is printed
 _TIME_MS_MAX = 1e12  # 31 years: beyond it is no time of a layer
 _LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
+_MEASURED_FIELDS = ("saved_bytes", "frozen_bytes", "factors", "microbatch_ms")
 
 
 class WeightFactors(NamedTuple):
@@ -124,16 +117,11 @@ class LayerProfile:
         return num_microbatches * sum(cost.later(num_microbatches) for cost in pass_costs([self]))
 
     def to_dict(self) -> dict[str, Any]:
-        measured: dict[str, Any] = {}
-        if self.saved_bytes is not None:
-            measured["saved_bytes"] = self.saved_bytes
-        if self.frozen_bytes:
-            measured["frozen_bytes"] = self.frozen_bytes
-        if self.factors is not None:
-            measured["factors"] = write_value(self.factors)
-        if self.microbatch_ms is not None:
-            measured["microbatch_ms"] = write_value(self.microbatch_ms)
-        return {name: getattr(self, name) for name in _LAYER_FIELDS} | measured | self.extra
+        measured = {name: write_value(getattr(self, name)) for name in _MEASURED_FIELDS}
+        given = {name: value for name, value in measured.items() if value is not None}
+        if self.frozen_bytes == 0:
+            del given["frozen_bytes"]
+        return {name: getattr(self, name) for name in _LAYER_FIELDS} | given | self.extra
 
     def joined_with(self, other: LayerProfile) -> LayerProfile:
         """Returns this layer and the following one as one layer, with the name of the following one."""
@@ -297,21 +285,11 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields of the file, with the long list of layers last."""
-        header: dict[str, Any] = {
-            "format": _FORMAT,
-            "model": self.model,
-            "batch_size": self.batch_size,
-            "device": self.device,
-            "minibatches": self.minibatches,
+        header = {"format": _FORMAT} | {
+            name: write_value(getattr(self, name))
+            for name in _HEADER_FIELDS
+            if name in _KNOWN_FIELDS or getattr(self, name) not in (None, {})
         }
-        if self.time_error is not None:
-            header["time_error"] = self.time_error
-        if self.runtime is not None:
-            header["runtime"] = self.runtime
-        if self.cuts is not None:
-            header["cuts"] = list(self.cuts)
-        if self.max_shapes:
-            header["max_shapes"] = {name: list(shape) for name, shape in self.max_shapes.items()}
         return header | self.extra | {"layers": [layer.to_dict() for layer in self.layers]}
 
     def __str__(self) -> str:
@@ -399,7 +377,7 @@ def _layer_from_dict(layer_index: int, value: object) -> LayerProfile:
     where = f"layers[{layer_index}]"
     fields = check_object(where, value)
     require(fields, _LAYER_FIELDS, where + ".")
-    known = {*_LAYER_FIELDS, "saved_bytes", "frozen_bytes", "factors", "microbatch_ms"}
+    known = {*_LAYER_FIELDS, *_MEASURED_FIELDS}
     try:
         return LayerProfile(
             **{name: fields[name] for name in _LAYER_FIELDS},
