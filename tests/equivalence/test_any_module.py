@@ -115,7 +115,7 @@ def assert_same_as_reference(
 
 @pytest.mark.parametrize("schedule", ["flush", "pipedream"])
 def test_a_replicated_stage_of_a_module_averages_buffers_of_its_own_alone(farm: Farm, schedule: str) -> None:
-    """The oracle once changed buffers of other stages too, because a stage also holds their modules."""
+    """A stage also holds the modules of other stages. Their buffers must not change."""
     straight = _plan("residual", 2)
     plan = Plan((replace(straight.stages[0], num_replicas=2), straight.stages[1]))
     result, state = farm.results(_train, "residual", plan, num_ranks=3, schedule=schedule)[0]
@@ -339,7 +339,8 @@ def _train_reading_later(plan: Plan) -> None:
 
 
 def test_what_a_later_minibatch_alone_reads_of_another_stage_shows_in_its_loss(farm: Farm) -> None:
-    """The last stage once read the value that the parameter had before the training."""
+    """The last stage must not read the value that the parameter had before the training, because nobody would
+    notice."""
     for outcome in farm.run(_train_reading_later, Plan.straight(2, 2), num_ranks=2):
         assert isinstance(outcome.error, pipedream.NonFiniteLoss)
         origin = "parameter 'early.weight', which another stage trains"
@@ -433,7 +434,7 @@ _NAMES = ("input_ids", "attention_mask", "labels")
 
 
 def test_what_only_the_rehearsal_is_too_large_for_says_at_which_sizes(farm: Farm) -> None:
-    """The error once blamed the first minibatch, which passes."""
+    """The error must not blame the first minibatch, which passes."""
     for outcome in farm.run(_train_within_budget, Plan.straight(3, 2), num_ranks=2):
         assert str(outcome.error) == (
             "the first minibatch at the largest sizes of any (input_ids (4, 4), attention_mask (4, 4), labels"
@@ -456,7 +457,7 @@ def test_a_tensor_that_later_minibatches_lack_crosses_as_none(farm: Farm) -> Non
 
 
 def test_a_tensor_where_the_first_minibatch_has_none_is_refused_by_name(farm: Farm) -> None:
-    """The tensor was once silently dropped at the cut, in the oracle too."""
+    """Without the error the tensor would be dropped at the cut, and the numbers would be wrong."""
     plan, padded = straight_plan(3, (1,)), (False, False, True)
     outcomes = farm.run(_train_masked, plan, padded, num_ranks=2)
     named = "minibatch 2: the value[1] is a Tensor, and None in the first minibatch"

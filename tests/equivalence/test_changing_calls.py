@@ -69,8 +69,7 @@ def _train(name: str, plan: Plan, **options: Any) -> tuple[RunResult, State]:
 def test_what_a_later_minibatch_calls_or_leaves_out_within_a_stage_trains_as_in_a_plain_loop(
     farm: Farm, name: str, cuts: tuple[str, ...]
 ) -> None:
-    """Parameters of a module that the first minibatch had not called were once NaN, except at the last
-    stage."""
+    """Parameters of a module that the first minibatch does not call must not become NaN."""
     result, state = farm.results(_train, name, _plan(name, *cuts), num_ranks=len(cuts) + 1, schedule="flush")[
         0
     ]

@@ -217,7 +217,6 @@ _BETWEEN: list[tuple[tuple[str, ...], Plan, dict[str, Any]]] = [
 def test_what_code_between_modules_draws_is_the_same_wherever_it_is_cut(
     farm: Farm, cuts: tuple[str, ...], plan: Plan, options: dict[str, Any]
 ) -> None:
-    """Such cuts were once refused."""
     losses, state = farm.results(
         _train_drawing_between,
         pipedream.run,
@@ -283,7 +282,8 @@ def _train_noisily(plan: Plan, how: Any, **options: Any) -> tuple[list[float], S
 
 
 def test_noise_of_optimizers_and_backwards_differs_by_stage_and_leaves_the_shuffle_alone(farm: Farm) -> None:
-    """Two stages once ended with the same weights, and the second epoch ended in a DataMismatch."""
+    """If the stages' draws did not differ, both stages would end with the same weights. If the draws changed
+    the shuffle, the second epoch would end in a DataMismatch."""
     plan = _plan(0, 1)
     losses, state = farm.results(_train_noisily, plan, pipedream.run, num_ranks=2, progress=False)[0]
     assert len(losses) == 12

@@ -484,8 +484,8 @@ def test_a_kind_with_fewer_samples_than_microbatches_is_planned_for(farm: Farm) 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_as_many_elements_of_another_shape_are_planned_for(farm: Farm, num_replicas: int) -> None:
-    # (2, 128) has as many elements as (16, 16), and was once taken for equally large. It needed 8 times the
-    # predicted memory.
+    # (2, 128) has as many elements as (16, 16), but needs 8 times the memory. So it must not be taken for
+    # equally large.
     shapes = [_WIDE, _WIDE, _LONG, _WIDE]
     ranks = num_replicas + 1
     result = farm.results(train_budget, *shapes, num_ranks=ranks, num_replicas=num_replicas)[0]
@@ -565,7 +565,8 @@ def test_one_that_does_not_fit_is_refused_by_its_shapes_and_every_term(farm: Far
 
 
 def test_one_worker_with_a_limit_plans_again_and_refuses_too(farm: Farm) -> None:
-    # A single worker once ignored the limit for a larger minibatch, because sizes were only checked at cuts.
+    # A single worker has no cuts. It must check sizes nevertheless, to keep to the limit for a larger
+    # minibatch.
     large = farm.results(_train_rows, 512, 2048, 512, num_ranks=1, num_stages=1, memory="1GiB")[0]
     assert large.drained_at == [1]
     assert_memory_as_predicted(large)

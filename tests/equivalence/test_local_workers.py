@@ -192,7 +192,6 @@ class Collecting(nn.Module):
 
 
 def test_a_module_that_is_cut_finds_in_a_worker_what_its_library_keeps_of_its_class() -> None:
-    # In workers the look-up of the class once failed for every model of transformers, and ended the run.
     batches = [(torch.randn(2, 4), torch.randint(3, (2,)))] * 2
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     cross_entropy = nn.functional.cross_entropy

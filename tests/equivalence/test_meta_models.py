@@ -111,8 +111,8 @@ def test_replicas_save_one_stage_and_the_means_of_their_buffers(farm: Farm, tmp_
 
 
 def test_a_stage_that_cannot_save_keeps_its_weights_where_the_error_says(farm: Farm, tmp_path: Path) -> None:
-    # The weights of stage 1 were once lost, and the folder had those of stage 0 beside files of an earlier
-    # run.
+    # The folder has files of an earlier run, and stage 1 cannot write there. Without another place its
+    # weights would be lost.
     saved, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
     saved.mkdir()
     elsewhere.mkdir()

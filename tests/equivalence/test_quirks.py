@@ -406,7 +406,8 @@ def _loader_that_reuses_its_memory() -> DataLoader[Any]:
 def test_data_that_reuses_its_memory_trains_as_data_that_does_not(
     farm: Farm, in_flight: tuple[int, ...], make_data: Callable[[], Any], recompute: bool
 ) -> None:
-    # With several minibatches in flight, the last stage once trained on the targets of the newest minibatch.
+    # With several minibatches in flight, the last stage must not train on the targets of the newest
+    # minibatch.
     num_stages = len(in_flight)
     plan = Plan(Plan.straight(5, num_stages).stages, in_flight=in_flight)
     options: dict[str, Any] = {"plan": plan, "recompute": recompute}
@@ -461,8 +462,7 @@ def _model_that_keeps_none() -> nn.Sequential:
 
 
 def test_parameters_that_layers_keep_elsewhere_are_trained(farm: Farm) -> None:
-    # Layers that keep parameters elsewhere once computed with the initial weights, and their gradients were
-    # lost.
+    # Layers that keep parameters elsewhere must not compute with the initial weights, nor lose the gradients.
     losses, state = farm.results(_run, _model_that_keeps_parameters, 2, num_ranks=2)[0]
     for make_model in (_model_that_keeps_none, _model_that_keeps_parameters):
         wanted_losses, wanted = _expect(make_model, 2)
@@ -632,8 +632,8 @@ def _pairs_with(kind: str) -> list[tuple[Tensor, Any]]:
 def test_targets_need_no_samples_and_in_one_piece_not_in_dimension_0(
     farm: Farm, targets: str, microbatches: int, num_stages: int
 ) -> None:
-    # 5 samples in 4 microbatches are 2, 2, 1 and 0. At the empty microbatch, the last stage once read data
-    # that stage 0 had not read.
+    # 5 samples in 4 microbatches are 2, 2, 1 and 0. At the empty microbatch, the last stage must not read
+    # data that stage 0 does not read.
     options: dict[str, Any] = {"data": _pairs_with(targets), "microbatches": microbatches}
     options["loss_fn"] = _error_of_the_transposed if targets == "transposed" else _distance_to_the_target
     _assert_equals_reference(farm, _plain_model, num_stages, **options)
@@ -767,7 +767,7 @@ class _GrowsFromCallToCall(nn.Module):
 
 
 def test_a_loss_that_counts_begins_at_the_first_minibatch(farm: Farm) -> None:
-    # The rehearsal's call of the loss once counted.
+    # The rehearsal also calls the loss. This call must not count.
     losses, _ = farm.results(_run, _plain_model, 2, num_ranks=2, loss_fn=_GrowsFromCallToCall())[0]
     wanted, _ = _expect(_plain_model, 2, loss_fn=_GrowsFromCallToCall())
     assert losses == pytest.approx(wanted, rel=1e-9)
@@ -869,7 +869,7 @@ def _thawing() -> nn.Sequential:
 def test_requires_grad_that_changes_in_a_run_is_refused_by_name(
     farm: Farm, make_model: Callable[[], nn.Sequential], message: str
 ) -> None:
-    """The change was once ignored without a word."""
+    """Without the error the change would have no effect, and the user would not notice."""
     outcomes = farm.run(_run, make_model, 2, num_ranks=2)
     assert any(re.search(message, str(outcome.error)) for outcome in outcomes), outcomes
     with pytest.raises(ValueError, match=message):
@@ -904,7 +904,7 @@ def _loss_of_records(outputs: Tensor, targets: list[dict[str, Tensor]]) -> Tenso
 
 
 def test_lists_with_an_entry_per_sample_are_cut_into_microbatches(farm: Farm) -> None:
-    """A list of targets once went uncut to every microbatch, so targets were paired with outputs of other
+    """If a list of targets went uncut to every microbatch, targets would be paired with outputs of other
     samples."""
     options: dict[str, Any] = {"data": _ragged_data(), "loss_fn": _loss_of_records, "schedule": "flush"}
     whole = _expect(_ragged, 1, **options)[0]

@@ -44,9 +44,8 @@ def _train_in_a_region(training: Training) -> tuple[RunResult, bool]:
 
 
 def test_a_run_in_a_region_of_autocast_is_one_with_autocast(farm: Farm) -> None:
-    """Local workers once ignored the region. Ranks once used the first weights, cast to bfloat16, for the
-    whole run.
-    """
+    """Local workers must not ignore the region. Ranks must not use the first weights, cast to bfloat16, for
+    the whole run."""
     training = Training("cnn", 2, torch.float32, num_minibatches=4)
     inside = farm.results(_train_in_a_region, training, num_ranks=2)
     results = farm.results(train_in_pipeline, replace(training, autocast="bfloat16"), num_ranks=2)

@@ -139,8 +139,8 @@ class _Last(nn.Module):
     ids=str,
 )
 def test_nothing_is_left_of_a_run_that_has_ended(farm: Farm, options: dict[str, Any]) -> None:
-    # Runners once held their own bound methods, which made reference cycles. Three runs of a 64 MiB model
-    # then had 633, 761 and 761 MiB resident.
+    # If runners held their own bound methods, there would be reference cycles, and the weights of a run would
+    # stay in memory after the run.
     for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=2, **options):
         assert (end, left) == ("done", [])
 
@@ -153,7 +153,7 @@ def test_nothing_is_left_of_a_run_that_has_ended(farm: Farm, options: dict[str, 
 def test_nothing_is_left_of_a_run_with_replicas_that_has_ended(
     farm: Farm, replicas: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    # The hooks of leaf tensors once led back to these tensors, so the whole core of each run stayed, with its
+    # If hooks of leaf tensors led back to these tensors, the whole core of each run would stay, with its
     # threads.
     options = {"replicas": replicas, **options}
     for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=sum(replicas), **options):

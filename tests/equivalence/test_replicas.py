@@ -409,8 +409,8 @@ def test_epochs_do_not_end_a_round(farm: Farm) -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),
-    # A reader holds a group of minibatches beside those in flight. The last of these plans once hung, because
-    # there were too few places for them.
+    # A reader holds a group of minibatches beside those in flight. The last of these plans hangs if there are
+    # too few places for them.
     [((2, 2), 1), ((1, 2, 1), 1), ((1, 2), 3)],
     ids=["2-2", "1-2-1", "1-2 with 3 microbatches"],
 )

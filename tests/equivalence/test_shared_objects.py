@@ -91,7 +91,8 @@ def _train_plainly() -> tuple[list[float], Any]:
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_loss_sees_the_models_buffer_and_its_own_state_comes_back(num_stages: int) -> None:
-    # The loss once saw only the initial mean of the batch norm, and each run began with the initial centre.
+    # The loss must see the current mean of the batch norm, and each run must begin with the centre at which
+    # the run before it ended.
     assert _train(num_stages) == _train_plainly()
 
 
@@ -144,7 +145,7 @@ def _small() -> nn.Sequential:
 
 
 def test_a_sampler_asks_the_model_of_the_only_worker_as_in_a_plain_loop() -> None:
-    # The sampler once asked a copy of the model, which had the initial weights.
+    # The sampler must ask the model that is trained, not a copy with the initial weights.
     model, plain = _small(), _small()
     result = pipedream.run(
         model,

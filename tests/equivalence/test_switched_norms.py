@@ -51,7 +51,8 @@ def _run(hook: Any, plan: Plan, schedule: str) -> list[float]:
 
 @pytest.mark.parametrize("schedule", ["pipedream", "vertical_sync"])
 def test_a_norm_switched_with_minibatches_in_flight_is_refused(farm: Farm, schedule: str) -> None:
-    """The gradient was once silently wrong: torch reads running statistics again in the backward."""
+    """The gradient would be wrong without a word, because torch reads running statistics again in the
+    backward."""
     first, *_ = farm.run(_run, _switch, Plan.straight(6, 2), schedule, num_ranks=2)
     assert isinstance(first.error, ValueError), first
     assert "layer 1 was evaluated in minibatch 1 and trained in minibatch 2" in str(first.error)

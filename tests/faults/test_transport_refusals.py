@@ -191,9 +191,7 @@ def test_an_address_that_is_not_this_machines(farm: Farm, tmp_path: Path) -> Non
 
 
 def test_a_range_with_too_few_ports_for_the_workers_of_a_machine(farm: Farm) -> None:
-    """The error of the set-up once named only the number that the set-up needs. With that many ports, the
-    training then asked for more.
-    """
+    """The set-up needs fewer ports than the training. The error names the number that is enough for both."""
     few = {"ports": "29600-29600"}
     words = ("the range of ports 29600-29600 has 1", "workers (2) need 4", "at least 4")
     _refused_by_ranks(farm, [few, few], *words)

@@ -566,7 +566,8 @@ def test_views_of_one_memory_whose_gradients_part_cross_apart() -> None:
 
 
 def test_what_only_a_later_minibatch_reads_is_nan_and_not_zero() -> None:
-    """Values that do not cross the cut were once zeros. A stage read them, and the training went on."""
+    """If values that do not cross the cut were zeros, a stage could read them, and the training would go on
+    with wrong numbers."""
     cut = cut_model(LongOnes(), *_texts(2), cross_entropy)
     assert _names(cut) == ["first", "second"]
     assert bool(_in_stages(cut, [0], *_texts(3))[0].isfinite())
