@@ -35,10 +35,12 @@ __all__ = [
     "check_sizes",
     "describe_source",
     "epochs_of",
+    "epochs_told",
     "fingerprint",
     "fingerprint_of",
     "forwarded_counts",
     "num_minibatches_of",
+    "takes_epochs",
 ]
 
 FORWARDED = "iterated by the caller and forwarded"
@@ -151,7 +153,7 @@ def epochs_of(
     minibatches only.
     """
     is_in_pieces: bool | None = None
-    for epoch in range(first_epoch, epochs):
+    for epoch in epochs_told(data, range(first_epoch, epochs)):
         first_of_epoch = minibatch
         on_epoch(epoch, minibatch)
         for batch in data:
@@ -169,6 +171,33 @@ def epochs_of(
                 f"data yielded nothing in epoch {epoch}: give data with at least one minibatch that can be"
                 " iterated once per epoch, as a DataLoader or a list"
             )
+
+
+def epochs_told(data: Iterable[Any], epochs: Iterable[int]) -> Iterator[int]:
+    """Yields the epochs, and first tells each one to what takes it by set_epoch(): a plain loop calls
+    sampler.set_epoch(epoch), and without it a sampler of torch's DistributedSampler's kind gives every epoch
+    the same order. Epochs count from the one that is set when the run begins, which is set again at the end.
+    """
+    told = [(each, getattr(each, "epoch", None)) for each in takes_epochs(data)]
+    has_told = False
+    try:
+        for epoch in epochs:
+            for each, first in told if epoch > 0 else ():
+                each.set_epoch(epoch + (first if isinstance(first, int) else 0))
+                has_told = True
+            yield epoch
+    finally:
+        for each, first in told if has_told else ():
+            if isinstance(first, int):
+                each.set_epoch(first)
+
+
+def takes_epochs(data: Iterable[Any]) -> list[Any]:
+    """Returns the data, their samplers and their dataset, as far as they have a set_epoch()."""
+    batch_sampler = getattr(data, "batch_sampler", None)
+    samplers = (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(data, "sampler", None))
+    parts = (data, *samplers, getattr(data, "dataset", None))
+    return list({id(each): each for each in parts if callable(getattr(each, "set_epoch", None))}.values())
 
 
 def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipedream.common.microbatches import Microbatches
+from pipedream.data.stream import takes_epochs
 from pipedream.model.batches import Keywords
 from pipedream.model.microbatch import chunk, piece_sizes, samples_of
 
@@ -132,7 +133,8 @@ class Steps:
 
     def __iter__(self) -> Iterator[Microbatches]:
         while self._step < self._num_steps:
-            _set_epoch(self._loader, self._epoch)
+            for each in takes_epochs(self._loader):  # as the Trainer does: shuffles depend on it
+                each.set_epoch(self._epoch)
             batches = itertools.islice(self._loader, self._step_of_epoch * self._batches_per_step, None)
             while self._step < self._num_steps:
                 of_step = [*itertools.islice(batches, self._batches_per_step)]
@@ -214,12 +216,3 @@ def joined(loader: DataLoader[Any], num_batches: int) -> list[Any]:
     groups = [indices[i : i + num_batches] for i in range(0, len(indices), num_batches)]
     collate: Callable[[list[Any]], Any] = loader.collate_fn
     return [dict(collate([loader.dataset[index] for index in itertools.chain(*group)])) for group in groups]
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Sets the epoch of the samplers, as the Trainer does. Shuffles depend on it."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    each: Any
-    for each in (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(loader, "dataset", None)):
-        if hasattr(each, "set_epoch"):
-            each.set_epoch(epoch)

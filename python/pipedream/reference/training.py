@@ -430,7 +430,14 @@ def _read_from(generators: RngStream | None, batches: Iterator[tuple[Any, Any]])
 def _minibatches(data: Iterable[Any], epochs: int, seen: list[int]) -> Iterator[tuple[Any, Any]]:
     """Yields the minibatches of all epochs, and adds the epoch of each to `seen`."""
     minibatch = 0
+    parts: list[Any] = [
+        data,
+        *(getattr(data, name, None) for name in ("sampler", "batch_sampler", "dataset")),
+    ]
+    told = [part for part in parts if hasattr(part, "set_epoch")]
     for epoch in range(epochs):
+        for part in told if epoch > 0 else ():
+            part.set_epoch(getattr(part, "epoch", epoch - 1) + 1)
         first_of_epoch = minibatch
         for batch in data:
             seen.append(epoch)
@@ -441,6 +448,8 @@ def _minibatches(data: Iterable[Any], epochs: int, seen: list[int]) -> Iterator[
                 f"data yielded nothing in epoch {epoch}: give data that can be iterated once per epoch, as a "
                 f"DataLoader or a list"
             )
+    for part in told:
+        part.set_epoch(getattr(part, "epoch", epochs - 1) - (epochs - 1))
 
 
 def _is_due(every: str | int, epochs: Sequence[int], begin: int, end: int, *, is_end: bool = False) -> bool:

@@ -12,6 +12,7 @@ from pipedream.data.stream import (
     DataStream,
     check_sizes,
     describe_source,
+    epochs_of,
     fingerprint,
     num_minibatches_of,
 )
@@ -220,3 +221,37 @@ def test_a_stream_that_is_over_before_the_position_is_refused() -> None:
     position = stream.position(0)
     with pytest.raises(ValueError, match="the checkpoint is at minibatch 5, and data has only 4 in all"):
         DataStream(data, epochs=2).go_to(5, position, lambda num_behind: None)
+
+
+class _ByEpoch(torch.utils.data.Sampler[int]):
+    """Shuffles by its epoch alone, as torch's DistributedSampler."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(len(self), generator=generator).tolist())
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_sampler_is_told_of_every_epoch_and_has_its_own_afterwards(
+    batch_size: int | None, first: int
+) -> None:
+    numbers = TensorDataset(torch.arange(6), torch.arange(6))
+    sampler = _ByEpoch(first)
+    loader = DataLoader(numbers, batch_size=batch_size, sampler=sampler)
+    read = [(epoch, inputs.flatten().tolist()) for inputs, _, epoch in epochs_of(loader, 3)]
+    for epoch in range(3):
+        found = [number for of_epoch, inputs in read if of_epoch == epoch for number in inputs]
+        assert found == list(_ByEpoch(first + epoch))
+    assert sampler.epoch == first
+    resumed = [inputs.flatten().tolist() for inputs, _, epoch in epochs_of(loader, 3, first_epoch=2)]
+    assert resumed == [inputs for epoch, inputs in read if epoch == 2]
