@@ -4,15 +4,17 @@ replicas and spares. Owned by the worker's compute thread."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipedream import _core
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.planning.plan import Plan
+from pipedream.simulate.trace import read_clock
 
-__all__ = ["LEAVE_TIMEOUT_S", "Position", "located", "memory_rows", "num_received_bytes"]
+__all__ = ["Position", "common_report", "located", "memory_rows"]
 
 
 @dataclass
@@ -41,7 +43,7 @@ def located(position: Position) -> Iterator[None]:
         raise PipelineError(f"{position('the work around the model')}: {describe_error(error)}") from error
 
 
-LEAVE_TIMEOUT_S = 5.0
+_LEAVE_TIMEOUT_S = 5.0
 """Seconds that a worker waits for its last sends before it reports."""
 
 
@@ -60,7 +62,22 @@ def memory_rows(
     return rows
 
 
-def num_received_bytes(stats: Mapping[str, Mapping[str, Any]], channels: Iterable[str]) -> int:
-    """Returns how many bytes were received through sockets, or written into this worker's memory by senders
-    on this host. stats: figures of the core's channels, by name."""
-    return sum(stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"] for name in channels)
+def common_report(
+    core: _core.Worker, memory: Callable[[], dict[str, dict[str, int | None]]], channels: Iterable[str]
+) -> dict[str, Any]:
+    """Returns the part of a report that replicas and spares have in common. memory: returns memory_rows().
+    channels: those by which this worker receives gradients and versions of shards."""
+    core.wait_for_transfers(_LEAVE_TIMEOUT_S)  # if that takes longer, the trace lacks the last transfers
+    stats = core.channel_stats()
+    return {
+        "pid": os.getpid(),
+        "totals": core.totals(),
+        "spans": core.spans(),
+        "transfers": core.transfers(),
+        "memory": memory(),
+        # Bytes received through sockets, or written into this worker's memory by senders on this host.
+        "synced_bytes": sum(
+            stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"] for name in channels
+        ),
+        "clock": read_clock(),
+    }

@@ -13,7 +13,6 @@ a replica. Owned by the worker's compute thread.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,9 +23,8 @@ from pipedream.budget.footprint import StepMeter, make_meter
 from pipedream.budget.memory import MODEL, TORCH_OPTIMIZER_STATE, TRANSIENT
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.model.boundary import TENSORS
-from pipedream.simulate.trace import read_clock
 from pipedream.stage.job import JobOptions, WorkerPlace
-from pipedream.stage.position import LEAVE_TIMEOUT_S, Position, memory_rows, num_received_bytes
+from pipedream.stage.position import Position, common_report, memory_rows
 from pipedream.stage.user_code import UserCode
 from pipedream.update.param_server import ParameterServer
 from pipedream.update.stage_optimizer import StageOptimizer
@@ -129,18 +127,9 @@ class SpareLoop:
 
     def _report(self) -> dict[str, Any]:
         """Returns a replica's report without stage, data and losses."""
-        core = self._core
-        core.wait_for_transfers(LEAVE_TIMEOUT_S)
-        return {
-            "pid": os.getpid(),
+        return common_report(self._core, self._memory, self._server.received_channels) | {
             "stages": {},
-            "totals": core.totals(),
-            "spans": core.spans(),
-            "transfers": core.transfers(),
-            "memory": self._memory(),
-            "synced_bytes": num_received_bytes(core.channel_stats(), self._server.received_channels),
             "channels": {},
-            "clock": read_clock(),
             "losses": [],
             "samples": [],
             "epochs": [],

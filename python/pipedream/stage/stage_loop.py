@@ -10,7 +10,6 @@ import collections
 import contextlib
 import functools
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ from pipedream.model.draws import KeyedDraws
 from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
 from pipedream.report.status import StatusBoard
-from pipedream.simulate.trace import read_clock
 from pipedream.stage.boundaries import (
     EVALUATE,
     SNAPSHOT,
@@ -44,11 +42,11 @@ from pipedream.stage.evaluation import EvaluatedStage, EvaluationPlan, Evaluatio
 from pipedream.stage.first_gradients import make_first_gradients
 from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.stage.measured_memory import MeasuredMemory, measured_until
-from pipedream.stage.position import LEAVE_TIMEOUT_S, Position, located, num_received_bytes
+from pipedream.stage.position import Position, common_report, located
 from pipedream.stage.saving import StageSaver
 from pipedream.stage.stage_runner import PreparedStage, StageParts, StageRunner
 from pipedream.update.asynchronous_server import AsynchronousServer
-from pipedream.update.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
+from pipedream.update.gradients import GradientFigures, NormExchange, clip_scale
 from pipedream.update.shard_client import ShardClient
 from pipedream.update.stage_state import take_snapshot
 
@@ -507,38 +505,20 @@ class WorkerLoop:
         return self._data.stream.source if reads else ""
 
     def _report(self) -> dict[str, Any]:
-        # The report has the times of all transfers, except those that take longer than the timeout.
-        self._core.wait_for_transfers(LEAVE_TIMEOUT_S)
-        stats, transports = self._core.channel_stats(), self._core.channel_transports()
-        between = [name for edge, name in self._edges if edge.kind in ("activation", "gradient")]
-        recompute = self._schedule.recompute
         num_minibatches = self._core.num_minibatches()
-        assert num_minibatches is not None
+        assert num_minibatches is not None and self._memory is not None
         num_done = num_minibatches - self._data.first_minibatch
         torch_state_bytes = sum(part.optimizer.torch_state_bytes() for part in self._prepared)
-        assert self._memory is not None
-        memory = self._memory.rows(self._core, torch_state_bytes, self._torch_pool, self._saver)
-        return {
-            "pid": os.getpid(),
-            "stages": {
-                str(stage): {
-                    "versions": self._core.versions(stage),
-                    "recompute": bool(recompute) and recompute[stage],
-                    "offload": [] if part.offload is None else part.offload.names(),
-                    "shard": _record_of(part.gradients),
-                }
-                for part in self._prepared
-                for stage in (part.stage.stage_index,)
-            },
-            "totals": self._core.totals(),
-            "spans": self._core.spans(),
-            "transfers": self._core.transfers(),
-            "memory": memory,
-            "synced_bytes": sum(
-                num_received_bytes(stats, server.received_channels) for server in self._servers.values()
-            ),
+        memory = functools.partial(
+            self._memory.rows, self._core, torch_state_bytes, self._torch_pool, self._saver
+        )
+        received = [name for server in self._servers.values() for name in server.received_channels]
+        common = common_report(self._core, memory, received)
+        stats, transports = self._core.channel_stats(), self._core.channel_transports()
+        between = [name for edge, name in self._edges if edge.kind in ("activation", "gradient")]
+        return common | {
+            "stages": {str(part.stage.stage_index): self._report_of(part) for part in self._prepared},
             "channels": {name: stats[name] | {"transport": transports.get(name)} for name in between},
-            "clock": read_clock(),
             "losses": self._losses.values,
             "samples": self._data.samples[:num_done],
             "epochs": self._data.epochs[:num_done],
@@ -546,6 +526,15 @@ class WorkerLoop:
             "validation": [] if self._evaluations is None else self._evaluations.results,
             "checkpoints": {} if self._saver is None else self._saver.figures(),
             "data": {"source": self._source(), "read_ns": self._data.read_ns},
+        }
+
+    def _report_of(self, part: PreparedStage) -> dict[str, Any]:
+        stage, recompute, gradients = part.stage.stage_index, self._schedule.recompute, part.gradients
+        return {
+            "versions": self._core.versions(stage),
+            "recompute": bool(recompute) and recompute[stage],
+            "offload": [] if part.offload is None else part.offload.names(),
+            "shard": gradients.record() if isinstance(gradients, AsynchronousServer) else None,
         }
 
 
@@ -558,11 +547,6 @@ def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ShardClient]:
     return {
         part.stage.stage_index: part.gradients for part in prepared if isinstance(part.gradients, ShardClient)
     }
-
-
-def _record_of(gradients: StageGradients) -> dict[str, Any] | None:
-    """Returns the record of asynchronous shards."""
-    return gradients.record() if isinstance(gradients, AsynchronousServer) else None
 
 
 def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> None:
