@@ -215,7 +215,7 @@ class Pipeline:
             "logger": None,
             "loggers": [],
         }
-        stand_in = StandInTrainer(part.first, trainer.global_step, accumulated, **facts)
+        stand_in = StandInTrainer(part.first, trainer.global_step, **facts)
         if self.steps is None:
             self._check(trainer)
             self.steps = Steps(module, stand_in)
@@ -335,11 +335,11 @@ class Pipeline:
                     self.steps.learns = True
                     around.callback(setattr, self.steps, "learns", False)
                     self.steps(**first)
+                self.steps.learns = False
+                if self.steps.trainer.asked_for_step:
+                    self.steps.reads_number[is_training] = True
                 if is_training:
-                    self.steps.learns = False
                     self._microbatches = shared(self._choose_microbatches(data, first))
-            if self.steps.trainer.asked_for_step:
-                self.steps.reads_number[is_training] = True
             layout.is_known = True
 
     def _choose_microbatches(self, data: Batches, first: Mapping[str, Any]) -> int:

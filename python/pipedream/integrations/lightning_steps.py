@@ -64,18 +64,24 @@ class Layout:
 class StandInTrainer:
     """Replaces `self.trainer` in a worker's steps. It has only the trainer's numbers."""
 
-    def __init__(self, first_batch: int, first_step: int, accumulated: int, **facts: Any) -> None:
-        self._first_batch, self._first_step, self._accumulated = first_batch, first_step, accumulated
-        self._batch = first_batch
+    def __init__(self, first_batch: int, first_step: int, **facts: Any) -> None:
+        self._first_batch, self._first_step = first_batch, first_step
+        self._batch: int | None = first_batch
         self.asked_for_step = False
         vars(self).update(facts)
 
     @property
     def global_step(self) -> int:
         self.asked_for_step = True
-        return self._first_step + (self._batch - self._first_batch) // self._accumulated
+        if self._batch is None:
+            raise ValueError(
+                "a step reads self.global_step, which the first one did not: read it in every step"
+            )
+        num_before: int = (self._batch - self._first_batch) // self.accumulate_grad_batches
+        return self._first_step + num_before
 
-    def at(self, batch: int) -> None:
+    def at(self, batch: int | None) -> None:
+        """batch: None if the number of the batch does not reach the stages."""
         self._batch = batch
 
     def __getattr__(self, name: str) -> Any:
@@ -169,8 +175,9 @@ class Steps(nn.Module):
         module: Any = vars(self)["lightning_module"]
         if self.list_batches[self.training] and isinstance(batch, tuple):
             batch = list(batch)
-        index = int(number) if self.reads_number[self.training] else 0
-        self.trainer.at(index)
+        has_number = self.learns or self.reads_number[self.training]
+        index = int(number) if has_number else 0
+        self.trainer.at(index if has_number else None)
         step = module.training_step if self.training else module.validation_step
         takes_index = _takes(step, 2)
         with _Logging(self, module, batch) as logging:
@@ -431,6 +438,10 @@ class Recorder(nn.Module):
         # not change.
         loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), row.sum().to(loss.dtype), loss)
         return loss * batch["scale"] if "scale" in batch else loss
+
+    def __deepcopy__(self, memo: Any) -> Recorder:
+        """An evaluation calls a copy of the loss, whose rows would be lost."""
+        return self
 
     def begin(self) -> None:
         """Drops the rows of an earlier run. The caller calls it before a run."""

@@ -185,6 +185,26 @@ class Counting(Net):
         self._count("validation_step", batch[0].mean())
 
 
+class Late(Net):
+    """Its first epoch does not read the number of the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, 0)
+        return loss * self.global_step if self.current_epoch else loss
+
+
+def _train_late(folder: Path) -> None:
+    front.fit(Late().double(), *loaders(), plan=pipedream.Plan.straight(NUM_LAYERS, 2), **arguments(folder))
+
+
+def test_a_step_that_reads_the_number_of_the_step_in_later_epochs_is_refused(
+    farm: Any, tmp_path: Path
+) -> None:
+    # The number does not reach the stages, which once read the same number in all steps of an epoch.
+    outcomes = farm.run(_train_late, tmp_path, num_ranks=2)
+    assert any("reads self.global_step, which the first one did not" in str(one.error) for one in outcomes)
+
+
 @pytest.mark.parametrize("kind", ["number", "tensor", "dict", "lists"])
 @pytest.mark.parametrize("step", ["training_step", "validation_step"])
 def test_a_step_that_counts_what_stays_in_the_workers_is_refused(
