@@ -17,11 +17,11 @@ __all__ = [
     "CheckpointReport",
     "Decision",
     "EndReport",
+    "EpochFunction",
     "EpochReport",
     "EvaluationReport",
     "MinibatchReport",
     "StartReport",
-    "callback_of",
     "decision_of",
     "defines",
 ]
@@ -212,7 +212,7 @@ class Callback:
     def on_end(self, report: EndReport) -> None: ...
 
 
-class _EpochFunction(Callback):
+class EpochFunction(Callback):
     """run(on_epoch_end=...) as a callback."""
 
     def __init__(self, function: Callable[[EpochReport], Answer]) -> None:
@@ -225,10 +225,6 @@ class _EpochFunction(Callback):
 def defines(callback: Callback, method: str) -> bool:
     """Whether the callback has a method of its own."""
     return getattr(getattr(callback, method), "__func__", None) is not getattr(Callback, method)
-
-
-def callback_of(on_epoch_end: Callable[[EpochReport], Answer]) -> Callback:
-    return _EpochFunction(on_epoch_end)
 
 
 def decision_of(callback: Callback, answer: Answer) -> Decision:

@@ -50,10 +50,6 @@ class StageSnapshot:
     """name -> a tensor to which the document refers by that name."""
 
     @property
-    def newest_version(self) -> int:
-        return max(self.versions)
-
-    @property
     def weights(self) -> dict[str, Tensor]:
         """Returns the newest version of all weights, including tied weights."""
         newest = [versions[max(versions)] for versions in (self.versions, *self.tied.values())]

@@ -18,9 +18,9 @@ from pipedream.callbacks.callback import (
     Answer,
     Callback,
     EndReport,
+    EpochFunction,
     EpochReport,
     StartReport,
-    callback_of,
 )
 from pipedream.callbacks.steering import Evaluated, History, Steering
 from pipedream.checkpoint.checkpoints import Checkpoints
@@ -348,7 +348,7 @@ def _history_of(options: JobOptions) -> History | None:
 def _steering_of(arguments: dict[str, Any]) -> Steering:
     check_arguments(**{name: arguments[name] for name in ("on_epoch_end", "callbacks")})
     on_epoch_end, validation = arguments["on_epoch_end"], arguments["validation"]
-    callbacks = [*arguments["callbacks"], *([] if on_epoch_end is None else [callback_of(on_epoch_end)])]
+    callbacks = [*arguments["callbacks"], *([] if on_epoch_end is None else [EpochFunction(on_epoch_end)])]
     return Steering(callbacks, [LOSS, *validation.metrics] if isinstance(validation, Validation) else ())
 
 
