@@ -24,6 +24,7 @@ from pipedream.planning.simulator import (
     simulate,
     summarize,
 )
+from simulating import FORWARD_1_BACKWARD_2, simulate_schedule
 
 Programs: TypeAlias = list[list[_core.Instruction]]
 
@@ -56,7 +57,6 @@ def programs_of(rows: Sequence[Sequence[Step]]) -> Programs:
     return _core.parse_programs("\n".join(lines))
 
 
-FORWARD_1_BACKWARD_2 = _core.StageDurations(1, 2)
 OPCODES = {"F": "FORWARD", "R": "RECOMPUTE", "B": "BACKWARD", "U": "UPDATE"}
 
 
@@ -107,30 +107,6 @@ def times_of(simulation: Simulation) -> list[list[tuple[float, float]]]:
         [(begin_ms, end_ms) for step, begin_ms, end_ms in row if step.edge is None]
         for row in simulation.timeline
     ]
-
-
-def simulate_schedule(
-    schedule: str,
-    num_stages: int,
-    num_minibatches: int,
-    *,
-    num_microbatches: int = 1,
-    num_workers: int | None = None,
-    in_flight: Sequence[int] | None = None,
-    recompute: bool = False,
-    times: _core.StageDurations | Sequence[_core.StageDurations] = FORWARD_1_BACKWARD_2,
-    transfer_ms: float = 0.0,
-) -> Simulation:
-    workers = num_workers or num_stages
-    options = _core.ScheduleOptions(
-        schedule=schedule,
-        in_flight=list(in_flight or range(num_stages, 0, -1)),
-        num_microbatches=num_microbatches,
-        placement=_core.Placement.at_ranks([stage % workers for stage in range(num_stages)]),
-        recompute=[recompute] * num_stages,
-    )
-    programs = [_core.make_program(options, worker, num_minibatches) for worker in range(workers)]
-    return simulate(programs, times, transfer_ms)
 
 
 def test_instruction_begins_when_its_worker_is_free_and_its_input_has_arrived() -> None:

@@ -11,33 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from pipedream import _core
-from pipedream.planning.simulator import Simulation, simulate
+from pipedream.planning.simulator import simulate
 from pipedream.simulate import schedule_picture
 from pipedream.simulate.schedule_drawing import PhaseSpan
 from pipedream.simulate.schedule_picture import check_picture_path, draw_text, make_spans, write_picture
-
-
-def simulate_schedule(
-    schedule: str,
-    num_stages: int,
-    num_minibatches: int,
-    *,
-    num_microbatches: int = 1,
-    num_workers: int | None = None,
-    recompute: bool = False,
-    times: _core.StageDurations | None = None,
-    transfer_ms: float = 0.0,
-) -> Simulation:
-    workers = num_workers or num_stages
-    options = _core.ScheduleOptions(
-        schedule=schedule,
-        in_flight=list(range(num_stages, 0, -1)),
-        num_microbatches=num_microbatches,
-        placement=_core.Placement.at_ranks([stage % workers for stage in range(num_stages)]),
-        recompute=[recompute] * num_stages,
-    )
-    programs = [_core.make_program(options, worker, num_minibatches) for worker in range(workers)]
-    return simulate(programs, times or _core.StageDurations(1, 2), transfer_ms)
+from simulating import simulate_schedule
 
 
 class Box(NamedTuple):
