@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from pipedream.common.errors import afterwards
 from pipedream.model.contents import Contents, overwriting
@@ -18,11 +17,9 @@ from pipedream.model.global_names import GlobalNames
 from pipedream.model.references import modules_carried_by
 from pipedream.model.seeding import RngState
 
-__all__ = ["Attributes", "attributes_kept", "untouched"]
+__all__ = ["Attributes", "untouched"]
 
-# Types of attributes that can only change by being replaced.
-_PLAIN = (bool, int, float, complex, str, type(None))
-# Attributes that every module has. Only flags among them, such as `training`, are restored as attributes.
+# Attributes that every module has. Contents does not look into them.
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 # A module's tables of hooks. Models of transformers install hooks in their first forward, and set an
 # attribute so that they do it once. So both the hooks and the attribute must be restored.
@@ -59,64 +56,28 @@ def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[Non
     The modules include those that the loss can reach.
     """
     roots = [*modules, *modules_carried_by(loss_fn)]
-    all_modules = list({id(m): m for module in roots for m in module.modules()}.values())
-    restore_global_names = GlobalNames(all_modules, loss_fn).kept()
+    all_modules = _modules_inside(roots)
+    attributes = Attributes(roots, GlobalNames(all_modules, loss_fn))
     parameters = {id(p): p for module in all_modules for p in module.parameters(recurse=False)}
+    buffers = {id(b): b for module in all_modules for b in module.buffers(recurse=False)}
+    contents = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     rng_state = RngState.capture()
-    buffers = [(module, dict(module._buffers)) for module in all_modules if module._buffers]
-    contents = {
-        id(buffer): (buffer, buffer.detach().clone())
-        for _, named in buffers
-        for buffer in named.values()
-        if buffer is not None
-    }
     former = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters.values()]
     for parameter, _, _ in former:
         parameter.grad = None
-    set_back = [
-        overwriting(parameter)
-        for parameter in parameters.values()
-        if not is_lazy(parameter) and parameter.nbytes <= _SMALL_BYTES
-    ]
+    set_back = [overwriting(p) for p in parameters.values() if p.nbytes <= _SMALL_BYTES]
 
     def restore() -> None:
+        attributes.restore()
         for parameter, gradient, requires_grad in former:
             parameter.grad = gradient
             parameter.requires_grad_(requires_grad)
         for put_back in set_back:
             put_back()
         with torch.no_grad():
-            for buffer, content in contents.values():
+            for buffer, content in contents:
                 buffer.copy_(content)
-        for module, named in buffers:
-            module._buffers.clear()
-            module._buffers.update(named)
         rng_state.restore()
-        restore_global_names()
-
-    with afterwards(restore), attributes_kept(all_modules):
-        yield
-
-
-@contextlib.contextmanager
-def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undoes changes of modules that are made in the with block: new attributes, changed attributes, hooks.
-    The contents of an object that changed in place are restored (contents.py).
-    """
-    modules = list(modules)
-    before = [(module, type(module), dict(vars(module)), _hooks_of(module)) for module in modules]
-    contents = Contents(modules)
-    for _, _, attributes, _ in before:
-        contents.keep(attributes[name] for name in attributes.keys() - _OF_ANY_MODULE)
-
-    def restore() -> None:
-        contents.restore()
-        for module, kind, attributes, hooks in before:
-            _restore_hooks(module, hooks)
-            if type(module) is kind:  # a lazy module has changed its class, and has attributes of its own now
-                for name in vars(module).keys() - attributes.keys():
-                    del vars(module)[name]
-                vars(module).update(_replaceable(attributes))
 
     with afterwards(restore):
         yield
@@ -124,12 +85,12 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 class Attributes:
     """The state that modules have now, which restore() sets again. The contents of parameters and buffers are
-    left out.
+    left out. The contents of an object that changed in place are restored (contents.py).
     """
 
     def __init__(self, modules: Iterable[nn.Module], global_names: GlobalNames) -> None:
         """global_names: those of the modules."""
-        all_modules = [module for root in modules for module in root.modules()]
+        all_modules = _modules_inside(modules)
         self._of = [
             (module, dict(vars(module)), dict(module._buffers), _hooks_of(module)) for module in all_modules
         ]
@@ -149,12 +110,8 @@ class Attributes:
             _restore_hooks(module, hooks)
 
 
-def _replaceable(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in attributes.items()
-        if name not in _OF_ANY_MODULE or isinstance(value, _PLAIN)
-    }
+def _modules_inside(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    return list({id(module): module for root in roots for module in root.modules()}.values())
 
 
 def _hooks_of(module: nn.Module) -> Hooks:

@@ -402,13 +402,6 @@ def test_a_layer_that_counts_or_sets_itself_up_is_untouched_too() -> None:
     }
 
 
-def test_a_lazy_layer_stays_what_it_has_become() -> None:
-    layer = nn.LazyLinear(3)
-    with untouched([layer]):
-        layer(torch.randn(4, WIDTH))
-    assert (type(layer), layer.in_features) == (nn.Linear, WIDTH)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_boundary_input_lets_the_first_layer_work_in_place_with_right_gradients(dtype: torch.dtype) -> None:
     x = torch.randn(5, 3, dtype=dtype)
