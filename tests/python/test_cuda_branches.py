@@ -20,7 +20,7 @@ from pipedream.model.recompute import GeneratorState
 from pipedream.model.seeding import RngState, RngStream, seed_torch
 from pipedream.profiling.timed_passes import make_clock
 from pipedream.report.losses import make_loss_record
-from pipedream.splitting.checked_model import fits_in_float64
+from pipedream.splitting.check_precision import fits_in_float64
 from pipedream.stage.device_clock import make_device_clock
 from pipedream.worker.devices import choose_device
 from pipedream.worker.worker_links import WorkerLinks

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-
-from pipedream.model.stage_module import StageModule
 
 __all__ = [
     "CutForward",
@@ -25,7 +21,6 @@ __all__ = [
     "layers_of",
     "model_name",
     "named_layers",
-    "outline_of",
     "roots_of",
     "shares_memory",
 ]
@@ -36,34 +31,10 @@ _storage_use_count = torch._C._storage_Use_Count
 _USES_OF_AN_UNSHARED_STORAGE = 2  # the tensor, and the Python object that asks
 
 
-class CutForward(ABC):
-    """A module whose layers are spans of its own forward; cut_model.CutModel implements it."""
+class CutForward:
+    """The base of cut_model.CutModel: a module whose layers are spans of its own forward."""
 
     module: nn.Module
-
-    @property
-    @abstractmethod
-    def layer_names(self) -> list[str]:
-        """The name of each layer."""
-
-    @abstractmethod
-    def stage(self, stage_index: int, first_layer: int, last_layer: int) -> StageModule:
-        """Returns the stage of these layers."""
-
-    @property
-    @abstractmethod
-    def outline(self) -> list[str]:
-        """Returns one line per layer. The lines are equal in two processes that cut the module in the same
-        way.
-        """
-
-    @abstractmethod
-    def at(self, names: Sequence[str]) -> CutForward:
-        """Returns the same module with only these cuts. Raises ValueError for an unknown cut."""
-
-    @abstractmethod
-    def explain(self) -> str:
-        """Returns why there are no more layers, or an empty text."""
 
 
 # Users may pass any module or a list of layers. A run turns a module that is no list of layers into a
@@ -71,8 +42,7 @@ class CutForward(ABC):
 Model = nn.Module | Sequence[nn.Module] | CutForward
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     name: str
     prefix: str  # of the parameters' full names in the model: "" or "name."
     module: nn.Module
@@ -104,11 +74,6 @@ def roots_of(model: Model) -> list[tuple[str, nn.Module]]:
     Raises as layers_of() does.
     """
     return [(layer.prefix, layer.module) for layer in named_layers(model)]
-
-
-def outline_of(model: Model) -> list[str]:
-    """Returns a line per layer. Two processes compare the lines to check that they have the same layers."""
-    return model.outline if isinstance(model, CutForward) else [name for name, _ in layers_of(model)]
 
 
 def is_list_of_layers(model: nn.Module) -> bool:

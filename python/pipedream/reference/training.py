@@ -8,7 +8,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from pipedream.model.seeding import (
 from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.model.validation import Validation
 from pipedream.planning.job import Replication, check_together
+from pipedream.planning.plan import Plan
 from pipedream.planning.program import Program
 from pipedream.reference.asynchronous import AsynchronousTrainer, AsynchronousWeights, UpdateOrder
 from pipedream.reference.refusals import (
@@ -54,24 +55,9 @@ from pipedream.reference.trainer import Trainer
 from pipedream.reference.updates import OptimizerFactory, SchedulerFactory, Updater, make_updaters
 from pipedream.reference.versions import SCHEDULES, Versions, WrittenVersions
 from pipedream.splitting.cut_model import CutModel, cut_model, needs_cutting
-from pipedream.splitting.splitter import PlannedStage, split
+from pipedream.splitting.splitter import split
 
 __all__ = ["ReferenceResult", "run"]
-
-
-class RunnablePlan(Protocol):
-    """The parts of a plan that a run needs. plan.Plan has them."""
-
-    @property
-    def stages(self) -> Sequence[PlannedStage]: ...
-    @property
-    def in_flight(self) -> Sequence[int]: ...
-    @property
-    def cuts(self) -> Sequence[str] | None: ...
-    @property
-    def schedule(self) -> str | None: ...
-    @property
-    def microbatches(self) -> int | None: ...
 
 
 @dataclass
@@ -94,7 +80,7 @@ class ReferenceResult:
 
 def run(
     model: Model,
-    plan: RunnablePlan,
+    plan: Plan,
     *,
     data: Iterable[Any],
     loss_fn: LossFunction | None = None,
@@ -286,7 +272,7 @@ class _EvaluatedTraining:
 
 
 def _versions_of(
-    plan: RunnablePlan,
+    plan: Plan,
     schedule: str | Program,
     microbatches: int,
     staleness: int,
@@ -313,7 +299,7 @@ def _statistics_of(module: StageModule, num_replicas: int, microbatches: int) ->
 
 def _with_layers(
     model: Model,
-    plan: RunnablePlan,
+    plan: Plan,
     data: Iterable[Any],
     loss_fn: LossFunction,
     dtype: torch.dtype | None,

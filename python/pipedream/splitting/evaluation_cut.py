@@ -19,10 +19,10 @@ from pipedream.model.batches import call_model
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.layers import Model
 from pipedream.model.stage_module import StageModule
+from pipedream.planning.plan import Plan
 from pipedream.splitting.cut_model import CutModel, cut_model
 from pipedream.splitting.cuts import Cuts
 from pipedream.splitting.span import SpanStage
-from pipedream.splitting.splitter import StagePlan
 
 __all__ = ["EvaluationCut", "cut_for_evaluation", "evaluation_stages", "in_eval_mode"]
 
@@ -64,7 +64,7 @@ def in_eval_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
 
 def cut_for_evaluation(
     model: CutModel,
-    plan: StagePlan,
+    plan: Plan,
     inputs: Any,
     targets: Any,
     loss_fn: Callable[[Any, Any], Tensor],

@@ -6,9 +6,8 @@ must not need is poison: tensors that do not cross, and parameters and buffers o
 that a stage sets are hidden from other stages, and come back when the stage runs the second minibatch.
 Losses, gradients and buffers are compared, in float64 if the model runs in float64.
 
-The whole model and its stages draw the same random numbers, as in a run (draws.py). If the traced minibatch
-drew nothing, the generators' states are restored at each cut instead. The check takes the time of about four
-minibatches. It restores everything that it changes. It runs on the thread that profiles.
+The whole model and its stages draw the same random numbers, as in a run (draws.py). The check takes the time
+of about four minibatches. It restores everything that it changes. It runs on the thread that profiles.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,29 +25,29 @@ from torch import Tensor, nn
 
 from pipedream.common.errors import describe_error, one_line
 from pipedream.model.boundary import boundary_input, check_loss, device_of, map_tensors, tensors_of
-from pipedream.model.calls import visible_modules
-from pipedream.model.draws import KeyedDraws
+from pipedream.model.calls import calls_seen, module_names, visible_modules
+from pipedream.model.draws import SeenDraws, keyed_draws
 from pipedream.model.global_names import GlobalNames
-from pipedream.model.layers import Model, named_layers
+from pipedream.model.layers import Model, named_layers, roots_of
 from pipedream.model.loss_state import call_loss
-from pipedream.model.recompute import GeneratorState
 from pipedream.model.references import modules_carried_by
+from pipedream.model.seeding import seed_torch
 from pipedream.model.stage_calls import leaves_of
 from pipedream.model.stage_module import StageModule
 from pipedream.model.structure import taken_apart
-from pipedream.model.trace import uncompiled
+from pipedream.model.trace import CallCounter, uncompiled
 from pipedream.model.untouched import Attributes, untouched
 from pipedream.splitting import crossing, span
-from pipedream.splitting.checked_model import (
-    CheckedModel,
+from pipedream.splitting.check_precision import (
     NotInFloat64Error,
     PrecisionSeen,
     as_float64,
-    checked_model,
     fits_in_float64,
     in_float64,
 )
+from pipedream.splitting.crossing import Fillers
 from pipedream.splitting.cut_model import CutModel
+from pipedream.splitting.splitter import layer_names_of, stages_of
 
 __all__ = ["NUM_CHECKED", "check_cuts", "check_layers", "without_bad_cuts"]
 
@@ -87,14 +86,6 @@ class _Outcome:
     """The buffers after the last minibatch, by name."""
 
 
-@dataclass
-class _Round:
-    """The states of the generators during the whole model's forward of one minibatch."""
-
-    begin: GeneratorState
-    at_places: dict[int, GeneratorState] = field(default_factory=dict)
-
-
 def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> dict[int, str]:
     """Returns the cuts that change the results, by position. The text says which result differs, or has the
     error that the forward with the cut raises.
@@ -104,21 +95,21 @@ def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) 
 
     Raises ValueError if each cut alone is right and several together are not.
     """
-    checked = checked_model(model)
-    if not checked.place_names:
+    if len(layer_names_of(model)) == 1:
         return {}
-    modules = [module for _, module in checked.roots]
+    roots = roots_of(model)
+    modules = [module for _, module in roots]
     taken = [*minibatches[:NUM_CHECKED], *[minibatches[-1]] * NUM_CHECKED][:NUM_CHECKED]
     with contextlib.ExitStack() as around:
         around.enter_context(untouched(modules, loss_fn))
         for module in modules:
             around.enter_context(uncompiled(module))
-        if fits_in_float64(checked.roots, device_of(modules)):
+        if fits_in_float64(roots, device_of(modules)):
             too_wide = contextlib.suppress(NotInFloat64Error, torch.OutOfMemoryError)
-            with too_wide, in_float64(checked.roots, loss_fn):
+            with too_wide, in_float64(roots, loss_fn):
                 wide = [(as_float64(inputs), as_float64(targets)) for inputs, targets in taken]
-                return _bad_places(_Check(checked, wide, loss_fn, is_wide=True))
-        return _bad_places(_Check(checked, taken, loss_fn, is_wide=False))
+                return _bad_places(_Check(model, wide, loss_fn, is_wide=True))
+        return _bad_places(_Check(model, taken, loss_fn, is_wide=False))
 
 
 def without_bad_cuts(
@@ -184,15 +175,13 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 def _bad_places(check: _Check) -> dict[int, str]:
-    names = check.model.place_names
-    left_out = check.places_left_out()
-    reached = [place for place in range(len(names)) if place not in left_out]
-    bad = dict.fromkeys(left_out, _LEFT_OUT) | _bad_of(reached, check.difference)
+    reached = [place for place in check.places if place not in check.left_out]
+    bad = dict.fromkeys(sorted(check.left_out), _LEFT_OUT) | _bad_of(reached, check.difference)
     good = [place for place in reached if place not in bad]
     left = check.difference(good) if bad and good else ""
     if left:
         raise ValueError(
-            f"the model cut after {', '.join(names[place] for place in good)} at once does not compute"
+            f"the model cut after {', '.join(check.names[place] for place in good)} at once does not compute"
             f" what the whole model does: {left}; choose cuts=[...] of profile, or give a list of layers"
         )
     return bad
@@ -216,7 +205,7 @@ class _Check:
 
     def __init__(
         self,
-        model: CheckedModel,
+        model: Model,
         minibatches: _Minibatches,
         loss_fn: _LossFunction,
         *,
@@ -225,20 +214,27 @@ class _Check:
         """is_wide: whether the check computes in float64. Raises NotInFloat64Error if the model does not run
         in float64.
         """
-        self.model = model
+        self.names = layer_names_of(model)
+        self.places = range(len(self.names) - 1)
+        """The layers after which the model may be cut."""
+        self.left_out: set[int] = set()
+        """The places that some minibatch does not reach."""
+        self._model = model
         self._minibatches = minibatches
         self._loss_fn = loss_fn
-        self._modules = [module for _, module in model.roots]
+        self._roots = roots_of(model)
+        self._modules = [module for _, module in self._roots]
         self._device = device_of(self._modules)
-        self._all_roots = [*self._modules, *modules_carried_by(loss_fn)]
-        self._global_names = GlobalNames(module for root in self._all_roots for module in root.modules())
-        self._rounds: list[_Round] = []
-        sites = model.draws
-        self._draws = KeyedDraws(0, sites, visible_modules(self._modules[0]), self._device) if sites else None
-        seen = PrecisionSeen()
-        with self._all_kept(), self._drawing():
+        all_roots = [*self._modules, *modules_carried_by(loss_fn)]
+        self._global_names = GlobalNames(module for root in all_roots for module in root.modules())
+        stages = self._stages(self.places)
+        # This assumes that all layers draw random numbers. Layers that draw nothing are not affected.
+        seen = [SeenDraws(frozenset({layer})) for layer in range(len(stages))]
+        self._draws = keyed_draws(0, stages, seen, self._device)
+        precision = PrecisionSeen()
+        with self._all_kept():
             try:
-                self._whole = self._run_whole(seen)
+                self._whole = self._run_whole(precision)
             except Exception as error:
                 if is_wide:
                     raise NotInFloat64Error from error
@@ -246,22 +242,18 @@ class _Check:
         tolerances = (
             _TOLERANCE_OF_MIXED | {torch.float64: _TOLERANCE[torch.float64]} if is_wide else _TOLERANCE
         )
-        self._tolerance = tolerances.get(seen.coarsest, _TOLERANCE_OF_OTHERS)
+        self._tolerance = tolerances.get(precision.coarsest, _TOLERANCE_OF_OTHERS)
 
-    def places_left_out(self) -> list[int]:
-        """Returns the places that some minibatch does not reach."""
-        reached = [of_turn.at_places for of_turn in self._rounds]
-        return [
-            place
-            for place in range(len(self.model.place_names))
-            if not all(place in of_turn for of_turn in reached)
-        ]
+    def _stages(self, ends: Sequence[int]) -> list[StageModule]:
+        """Returns stages that end at these places and at the model's end."""
+        spans = zip([0, *(end + 1 for end in ends)], [*ends, len(self.names) - 1], strict=True)
+        return stages_of(self._model, spans, Fillers())
 
     def difference(self, ends: Sequence[int]) -> str:
         """Returns a text that says which result differs in stages that end at these places; "" if none
         does.
         """
-        with self._all_kept(), self._drawing():
+        with self._all_kept():
             try:
                 staged = self._run_staged(ends)
             except torch.OutOfMemoryError:
@@ -272,22 +264,13 @@ class _Check:
                 return f"cut there its forward raises {describe_error(error)}"
             return _difference(self._whole, staged, self._tolerance)
 
-    def _drawing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._draws is None else self._draws.installed()
-
-    def _run_whole(self, seen: PrecisionSeen) -> _Outcome:
+    def _run_whole(self, precision: PrecisionSeen) -> _Outcome:
         losses = []
+        (whole,) = self._stages([])
         for turn, (inputs, targets) in enumerate(self._minibatches):
-            of_turn = _Round(GeneratorState.capture(self._device))
-            self._rounds.append(of_turn)
-            if self._draws is not None:
-                self._draws.begin(turn, 0, None)
-
-            def at_place(place: int, of_turn: _Round = of_turn) -> None:
-                of_turn.at_places[place] = GeneratorState.capture(self._device)
-
-            with seen if turn == 0 else contextlib.nullcontext():
-                output = self.model.run(_copied(inputs), at_place)
+            self._seed(turn, None)
+            with precision if turn == 0 else contextlib.nullcontext(), self._places_seen():
+                output = whole(_copied(inputs))
                 loss = self._loss(output, targets)
             losses.append(float(loss.detach()))
             if loss.requires_grad:
@@ -295,14 +278,32 @@ class _Check:
             del loss, output
         return _Outcome(losses, self._gradients(), _clones(self._named("named_buffers")))
 
+    @contextlib.contextmanager
+    def _places_seen(self) -> Iterator[None]:
+        """A context around a forward of the whole model. Adds the places that it does not reach to
+        `left_out`.
+        """
+        if not isinstance(self._model, CutModel):
+            yield
+            return
+        counter = CallCounter(module_names(self._model.module))
+        reached = set()
+
+        def call(module: nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+            key = counter.key_of_next(module)
+            output = call(*arguments, **keywords)
+            reached.add(key)
+            return output
+
+        crossings = [cut.crossing for cut in self._model.offered]
+        keys = {place: crossing.last for place, crossing in enumerate(crossings) if crossing is not None}
+        modules = dict(visible_modules(self._model.module))
+        with calls_seen({modules[key.module]: None for key in keys.values()}, call):
+            yield
+        self.left_out |= {place for place, key in keys.items() if key not in reached}
+
     def _run_staged(self, ends: Sequence[int]) -> _Outcome:
-        generators: dict[int, GeneratorState] = {}  # at the places, for the current minibatch
-
-        def on_begin(place: int) -> None:
-            if self._draws is None:
-                generators[place].restore(self._device)
-
-        stages = self.model.stages(ends, on_begin)
+        stages = self._stages(ends)
         # Each stage has, like a separate worker, the attributes that its own forwards have set.
         attributes = [Attributes(self._modules, self._global_names)] * len(stages)
         for stage in stages:
@@ -310,9 +311,6 @@ class _Check:
         losses: list[float] = []
         buffers: dict[str, Tensor] = {}
         for turn, (inputs, targets) in enumerate(self._minibatches):
-            of_whole = self._rounds[turn]
-            generators = of_whole.at_places
-            of_whole.begin.restore(self._device)
             value: Any = _copied(inputs)
             received: list[Any] = []
             sent: list[Any] = []
@@ -322,8 +320,7 @@ class _Check:
                     received.append(leaves_of(sent[-1], copies=True))
                     value = map_tensors(boundary_input, received[-1])
                 attributes[index].restore()
-                if self._draws is not None:
-                    self._draws.begin(turn, 0, stage)
+                self._seed(turn, stage)
                 with _strays_swapped(stage):
                     value = stage(value)
                 if turn + 1 < len(self._minibatches):
@@ -336,17 +333,21 @@ class _Check:
             _backward(loss, sent, received)
         return _Outcome(losses, self._gradients(), buffers)
 
+    def _seed(self, turn: int, stage: StageModule | None) -> None:
+        """Seeds the generators before a stage's forward of a minibatch. stage None: the whole model."""
+        if self._draws is not None:
+            self._draws.begin(turn, 0, stage)
+        elif stage is None or stage.stage_index == 0:
+            seed_torch(turn)
+
     def _loss(self, output: Any, targets: Any) -> Tensor:
         return check_loss(call_loss(self._loss_fn, output, _copied(targets)), 0)
 
     @contextlib.contextmanager
     def _all_kept(self) -> Iterator[None]:
-        with untouched(self._modules, self._loss_fn):
-            attributes = Attributes(self._all_roots, self._global_names)
-            try:
-                yield
-            finally:
-                attributes.restore()
+        drawing = contextlib.nullcontext() if self._draws is None else self._draws.installed()
+        with untouched(self._modules, self._loss_fn), drawing:
+            yield
 
     def _gradients(self) -> dict[str, Tensor]:
         gradients = {name: p.grad for name, p in self._named("named_parameters") if p.grad is not None}
@@ -354,7 +355,7 @@ class _Check:
 
     def _named(self, table: str) -> Iterator[tuple[str, Tensor]]:
         """Yields the model's tensors by full name. table: "named_parameters" or "named_buffers"."""
-        for prefix, module in self.model.roots:
+        for prefix, module in self._roots:
             yield from ((prefix + name, tensor) for name, tensor in getattr(module, table)())
 
 

@@ -8,62 +8,57 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from pipedream.model.layers import CutForward, Layer, Model, check_parameters, model_name, named_layers
+from pipedream.model.layers import Layer, Model, check_parameters, model_name, named_layers
 from pipedream.model.references import ByteSpan, Place, places_of
 from pipedream.model.stage_module import StageModule
+from pipedream.planning.plan import Plan
+from pipedream.splitting.crossing import Fillers
+from pipedream.splitting.cut_model import CutModel
 
 __all__ = [
-    "PlannedStage",
-    "StagePlan",
-    "check_references",
-    "check_shared_buffers",
-    "check_shared_modules",
     "check_split",
-    "check_storages",
+    "layer_names_of",
+    "outline_of",
     "split",
+    "stages_of",
 ]
 
 
-class PlannedStage(Protocol):
-    @property
-    def first_layer(self) -> int: ...
-    @property
-    def last_layer(self) -> int: ...
-    @property
-    def num_replicas(self) -> int: ...
-
-
-class StagePlan(Protocol):
-    """The parts of a plan that splitting needs. plan.Plan has them."""
-
-    @property
-    def stages(self) -> Sequence[PlannedStage]: ...
-    @property
-    def cuts(self) -> Sequence[str] | None: ...
-
-
-def split(model: Model, plan: StagePlan) -> list[StageModule]:
+def split(model: Model, plan: Plan) -> list[StageModule]:
     """Returns one StageModule per stage of the plan. Raises as check_split() does."""
     model = _cut_as_planned(model, plan)
     check_split(model, plan)
-    if isinstance(model, CutForward):
-        return [
-            model.stage(stage_index, stage.first_layer, stage.last_layer)
-            for stage_index, stage in enumerate(plan.stages)
-        ]
-    layers = [(layer.name, layer.prefix, layer.module) for layer in named_layers(model)]
-    return [
-        StageModule(stage_index, stage.first_layer, layers[stage.first_layer : stage.last_layer + 1])
-        for stage_index, stage in enumerate(plan.stages)
-    ]
+    return stages_of(model, [(stage.first_layer, stage.last_layer) for stage in plan.stages])
 
 
-def check_split(model: Model, plan: StagePlan) -> None:
+def stages_of(
+    model: Model, spans: Iterable[tuple[int, int]], fillers: Fillers | None = None
+) -> list[StageModule]:
+    """Returns the stages with these layers, (first, last) for each stage. fillers: fillers that the stages
+    share, if they run one after the other in this process.
+    """
+    if isinstance(model, CutModel):
+        return [model.stage(index, first, last, fillers) for index, (first, last) in enumerate(spans)]
+    layers = named_layers(model)
+    return [StageModule(index, first, layers[first : last + 1]) for index, (first, last) in enumerate(spans)]
+
+
+def layer_names_of(model: Model) -> list[str]:
+    """Returns the names of the layers that a plan counts."""
+    return model.layer_names if isinstance(model, CutModel) else [layer.name for layer in named_layers(model)]
+
+
+def outline_of(model: Model) -> list[str]:
+    """Returns a line per layer. Two processes compare the lines to check that they have the same layers."""
+    return model.outline if isinstance(model, CutModel) else layer_names_of(model)
+
+
+def check_split(model: Model, plan: Plan) -> None:
     """Raises ValueError, one line naming the value and the remedy, unless the plan can cut the model.
 
     These are refused:
@@ -76,34 +71,27 @@ def check_split(model: Model, plan: StagePlan) -> None:
     Parameters may be tied across stages: see find_ties().
     """
     model = _cut_as_planned(model, plan)
-    layers = named_layers(model)
-    if isinstance(model, CutForward):
-        _check_coverage(len(model.layer_names), plan, model.explain(), has_cuts=plan.cuts is not None)
-        _check_names(model.layer_names, plan)
-        check_parameters(model.module)
-        check_references(layers, [0], check_storages(layers))
-        return
-    _check_coverage(len(layers), plan)
-    if not (len(layers) == 1 and layers[0].name == model_name(model)):  # a single layer is the whole model
-        _check_names([layer.name for layer in layers], plan)
-    stage_of_layer = [
-        stage_index
-        for stage_index, stage in enumerate(plan.stages)
-        for _ in range(stage.first_layer, stage.last_layer + 1)
-    ]
+    layers, names = named_layers(model), layer_names_of(model)
+    is_cut = isinstance(model, CutModel)
+    why_no_more = model.explain() if isinstance(model, CutModel) else ""
+    _check_coverage(len(names), plan, why_no_more, has_cuts=not is_cut or plan.cuts is not None)
+    if is_cut or names != [model_name(model)]:  # a single layer is the whole model
+        _check_names(names, plan)
+    # All stages of a model that is cut along its own forward hold the whole module.
+    spans = [(0, 0)] if is_cut else [(stage.first_layer, stage.last_layer) for stage in plan.stages]
+    stage_of_layer = [index for index, (first, last) in enumerate(spans) for _ in range(first, last + 1)]
     for layer in layers:
         check_parameters(layer.module, layer.prefix)
-    check_shared_modules(layers, stage_of_layer)
-    check_shared_buffers(layers, stage_of_layer)
-    spans = check_storages(layers)
-    check_references(layers, stage_of_layer, spans)
+    _check_shared_modules(layers, stage_of_layer)
+    _check_shared_buffers(layers, stage_of_layer)
+    _check_references(layers, stage_of_layer, _check_storages(layers))
 
 
-def _check_names(names: Sequence[str], plan: StagePlan) -> None:
+def _check_names(names: Sequence[str], plan: Plan) -> None:
     """Raises ValueError for a plan that names other layers than the model's. A plan that was written by hand
     names no layers.
     """
-    planned = getattr(plan, "predicted", {}).get("stage_layers")
+    planned = plan.predicted.get("stage_layers")
     if not isinstance(planned, list) or len(planned) != len(plan.stages):
         return
     for stage_index, (stage, of_plan) in enumerate(zip(plan.stages, planned, strict=True)):
@@ -116,14 +104,12 @@ def _check_names(names: Sequence[str], plan: StagePlan) -> None:
             )
 
 
-def _cut_as_planned(model: Model, plan: StagePlan) -> Model:
+def _cut_as_planned(model: Model, plan: Plan) -> Model:
     """Returns the model with only those of its cuts that the plan uses."""
-    return model.at(plan.cuts) if isinstance(model, CutForward) and plan.cuts is not None else model
+    return model.at(plan.cuts) if isinstance(model, CutModel) and plan.cuts is not None else model
 
 
-def _check_coverage(
-    num_layers: int, plan: StagePlan, why_no_more: str = "", *, has_cuts: bool = True
-) -> None:
+def _check_coverage(num_layers: int, plan: Plan, why_no_more: str = "", *, has_cuts: bool = True) -> None:
     """has_cuts: whether the plan names its cuts, or the model has no cuts to name."""
     num_stages = len(plan.stages)
     if num_stages > num_layers and why_no_more:
@@ -136,19 +122,10 @@ def _check_coverage(
             f"the plan has {num_stages} stages but the model has {num_layers} layers: a stage needs at least "
             f"one layer, so partition for at most {num_layers} workers"
         )
-    next_layer = 0
-    for stage_index, stage in enumerate(plan.stages):
-        if stage.first_layer != next_layer or stage.last_layer < stage.first_layer:
-            raise ValueError(
-                f"stage {stage_index} of the plan has layers {stage.first_layer} to {stage.last_layer}, but "
-                f"must start at layer {next_layer}: give every layer to exactly one stage, in order"
-            )
-        next_layer = stage.last_layer + 1
-    if next_layer != num_layers:
+    if plan.num_layers != num_layers:
         raise ValueError(
-            f"the plan covers {next_layer} layers but the model has {num_layers}: it is a plan for another "
-            f"model{'' if has_cuts else ', or lacks the cuts of its profile'}; partition a profile of this"
-            " one"
+            f"the plan covers {plan.num_layers} layers but the model has {num_layers}: it is a plan for another"
+            f" model{'' if has_cuts else ', or lacks the cuts of its profile'}; partition a profile of this one"
         )
 
 
@@ -156,7 +133,7 @@ _NamedSpan = tuple[ByteSpan, str]
 """The memory of a parameter, and its full name."""
 
 
-def check_shared_modules(layers: list[Layer], stage_of_layer: list[int]) -> None:
+def _check_shared_modules(layers: list[Layer], stage_of_layer: list[int]) -> None:
     first_use: dict[int, tuple[int, str]] = {}
     for stage_index, layer in zip(stage_of_layer, layers, strict=True):
         for path, module in layer.module.named_modules(prefix=layer.name):
@@ -171,7 +148,7 @@ def check_shared_modules(layers: list[Layer], stage_of_layer: list[int]) -> None
                 )
 
 
-def check_shared_buffers(layers: list[Layer], stage_of_layer: list[int]) -> None:
+def _check_shared_buffers(layers: list[Layer], stage_of_layer: list[int]) -> None:
     first_use: dict[int, tuple[int, str]] = {}
     for stage_index, layer in zip(stage_of_layer, layers, strict=True):
         for name, buffer in layer.module.named_buffers(remove_duplicate=False):
@@ -184,7 +161,7 @@ def check_shared_buffers(layers: list[Layer], stage_of_layer: list[int]) -> None
                 )
 
 
-def check_storages(layers: list[Layer]) -> list[_NamedSpan]:
+def _check_storages(layers: list[Layer]) -> list[_NamedSpan]:
     """Returns the memory of the trainable parameters. Raises ValueError if parameters overlap."""
     # Parameters may overlap in memory without being one object. Each would get its own place in a weight
     # version, so they would silently no longer share values. Names do not reveal this, so the memory is
@@ -211,7 +188,7 @@ def check_storages(layers: list[Layer]) -> list[_NamedSpan]:
     return trainable
 
 
-def check_references(layers: list[Layer], stage_of_layer: list[int], spans: list[_NamedSpan]) -> None:
+def _check_references(layers: list[Layer], stage_of_layer: list[int], spans: list[_NamedSpan]) -> None:
     names: dict[int, tuple[int, str]] = {}
     own: set[tuple[int, int]] = set()  # (stage, id of a parameter that is registered in it)
     for stage_index, layer in zip(stage_of_layer, layers, strict=True):

@@ -24,7 +24,7 @@ from pipedream.common.agreement import difference, settings_of
 from pipedream.common.errors import failures_of_others
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
-from pipedream.model.layers import Model, outline_of
+from pipedream.model.layers import Model
 from pipedream.model.loss_state import check_loss_buffers
 from pipedream.model.seeding import (
     RngStream,
@@ -39,7 +39,7 @@ from pipedream.planning.job import check_together
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.splitting.evaluation_cut import evaluation_stages
-from pipedream.splitting.splitter import split
+from pipedream.splitting.splitter import outline_of, split
 from pipedream.stage.job import Continued, JobOptions, LinkedRun, WorkerPlace
 from pipedream.worker.continuing import with_checkpoint
 

@@ -11,7 +11,7 @@ import torch
 from models import CASES, Case, TiedHead, straight_plan
 from pipedream.model.layers import layers_of, model_name
 from pipedream.model.stage_module import Tie, find_ties, tie_pairs
-from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan import Plan
 from pipedream.splitting.splitter import check_split, split
 from torch import nn
 
@@ -149,20 +149,6 @@ def test_more_stages_than_layers_are_refused() -> None:
     assert "4 stages but the model has 3 layers" in message
     assert "at most 3 workers" in message
     assert "2 stages but the model has 1 layers" in _refusal(nn.Linear(2, 2), straight_plan(2, (1,)))
-
-
-class _LoosePlan:
-    in_flight = (2, 1)
-
-    def __init__(self, *stages: Stage) -> None:
-        self.stages = stages
-
-
-def test_stages_with_a_gap_are_refused() -> None:
-    # A Plan cannot have a gap. An object of another class, given in its place, can.
-    plan = _LoosePlan(Stage(0, 0), Stage(2, 2))
-    with pytest.raises(ValueError, match="stage 1 of the plan has layers 2 to 2, but must start at layer 1"):
-        check_split(_linears(3), plan)
 
 
 def test_a_parameter_tied_across_stages_is_found_with_its_stages_and_names() -> None:
