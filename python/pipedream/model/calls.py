@@ -18,9 +18,9 @@ from torch import nn
 
 __all__ = ["CallHandler", "calls_seen", "is_compiled", "module_names", "visible_modules"]
 
-CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""A function of (module, the call itself, positional arguments, keyword arguments). The module's caller gets
-the function's result as the result of the call.
+CallHandler = Callable[[nn.Module, Callable[[], Any]], Any]
+"""A function of (module, function that makes the call). The module's caller gets the function's result as the
+result of the call.
 """
 
 _HANDLER = "_pipedream_call_handler_"  # stored in the module: other threads have modules of their own
@@ -82,7 +82,7 @@ def _see_call(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
     call = before or module._call_impl
 
     def seen(*arguments: Any, **keywords: Any) -> Any:
-        return handler(module, call, arguments, keywords)
+        return handler(module, functools.partial(call, *arguments, **keywords))
 
     setattr(seen, _BEFORE, before)
 
@@ -126,7 +126,7 @@ def _seen_kind(kind: type[nn.Module]) -> type[nn.Module]:
 
     def call(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         handler: CallHandler = vars(self)[name]
-        return handler(self, functools.partial(kind.__call__, self), arguments, keywords)
+        return handler(self, functools.partial(kind.__call__, self, *arguments, **keywords))
 
     depth = getattr(kind, _DEPTH, 0) + 1
     table = {

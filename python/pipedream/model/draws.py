@@ -299,21 +299,15 @@ class KeyedDraws:
         if self._seed_device is not None:
             self._seed_device(seed)
 
-    def _call(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
+    def _call(self, module: nn.Module, call: Callable[[], Any]) -> Any:
         position, end = self._only_call.get(id(module), _NOT_ONLY)
         if position < 0:
             if id(module) in self._quiet:
                 with generators_of_torch_kept():
-                    return call(*arguments, **keywords)
+                    return call()
             found = self._next_call(module)
             if found is None:
-                return self._call_by_name(module, call, arguments, keywords)
+                return self._call_by_name(module, call)
             position, end = found, self._sites.ends.get(found)
         seed = (
             position << _LOW_BITS | _mixed(self._context, position) & _LOW
@@ -321,25 +315,19 @@ class KeyedDraws:
         _seed_host(seed)
         if self._seed_device is not None:
             self._seed_device(seed)
-        output = call(*arguments, **keywords)
+        output = call()
         if end is not None:
             self._seed(end)
         return output
 
-    def _call_by_name(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
+    def _call_by_name(self, module: nn.Module, call: Callable[[], Any]) -> Any:
         """Calls a module that the traced forward did not call. The call leaves later draws unchanged, because
         other stages may not make it.
         """
         with generators_of_torch_kept():
             position = _seed_of_host() >> _LOW_BITS
             self._draw_from(position, _mixed(self._context ^ self._names[id(module)], 0))
-            return call(*arguments, **keywords)
+            return call()
 
     def _next_call(self, module: nn.Module) -> int | None:
         """Returns the position of a module's next call after the present position; None for a module without

@@ -273,17 +273,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = self._open(INPUTS)
         self._close(index, *taken_apart(inputs))
 
-    def call(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
+    def call(self, module: nn.Module, call: Callable[[], Any]) -> Any:
         index = self._open(self._counter.key_of_next(module))
         self._stack.append(index)
         try:
-            output = call(*arguments, **keywords)
+            output = call()
             values, structure = taken_apart(output)
             own = self._made_own(values, self.trace.calls[index].begin)
         finally:

@@ -159,14 +159,9 @@ class CutPasses(TimedPasses):
     def _forward(self, value: Any, pass_: _Pass) -> Any:
         counter = CallCounter(self._names)
 
-        def see(
-            module: nn.Module,
-            call: Callable[..., Any],
-            arguments: tuple[Any, ...],
-            keywords: dict[str, Any],
-        ) -> Any:
+        def see(module: nn.Module, call: Callable[[], Any]) -> Any:
             key: CallKey = counter.key_of_next(module)
-            output = call(*arguments, **keywords)
+            output = call()
             if key in self._layers:
                 pass_.end_forward_of(self._layers[key], output)
             return output

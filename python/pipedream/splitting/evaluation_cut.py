@@ -103,7 +103,7 @@ def cut_for_evaluation(
 
 
 def _check_reads(evaluated: SpanStage, trained: SpanStage) -> None:
-    foreign = sorted(evaluated.read_names() - trained.held_names())
+    foreign = sorted(evaluated.state.read - trained.held_names())
     if foreign:
         raise ValueError(
             f"validation: in eval mode stage {trained.stage_index} reads {foreign[0]!r}, which another stage"

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
-from pipedream.model.calls import calls_seen, module_names, visible_modules
-from pipedream.model.draws import DrawSites, KeyedDraws
+from pipedream.model.calls import calls_seen, visible_modules
+from pipedream.model.draws import DrawSites
 from pipedream.model.stage_module import StageModule
 from pipedream.model.structure import taken_apart
 from pipedream.model.trace import INPUTS, CallCounter, CallKey
@@ -65,36 +65,29 @@ class SpanStage(StageModule):
         self.last_layer = first_layer + len(layer_names) - 1
         self.layer_names = list(layer_names)
         self.traced_draws = draws or DrawSites()
-        self._state = state
-        self._crossing_in = crossing_in
-        self._crossing_out = crossing_out
+        self.crossing_in = crossing_in
+        self.crossing_out = crossing_out
+        self.on_begin = on_begin
+        self.state = state
+        self.visible = dict(visible_modules(model))
+        """The modules whose calls can be intercepted, by name."""
+        self.names = {id(module): name for name, module in self.visible.items()}
         self._shared_fillers = fillers
         self._fillers = fillers or Fillers()
-        self._on_begin = on_begin or _do_nothing
         self._call = call
-        self._names = module_names(model)
         crossings = [crossing for crossing in (crossing_in, crossing_out) if crossing is not None]
         keys = {call.key.module for crossing in crossings for call in crossing.all_calls}
         keys |= state.others_modules
         self.modules_at_cuts = frozenset(call.key.module for crossing in crossings for call in crossing.calls)
-        self._seen = [module for name, module in visible_modules(model) if name in keys]
-        self._visible = dict(visible_modules(model))
+        self._seen = [module for name, module in self.visible.items() if name in keys]
 
     def forward(self, value: Any) -> Any:
         """Runs the span. value: the value that crossed the cut before the span; the inputs at the first
         stage. Returns the value that crosses the cut after the span; the model's output at the last stage.
         """
-        others = self._state.others_modules
-        forward = _SpanForward(
-            self._names,
-            self._visible,
-            self._crossing_in,
-            self._crossing_out,
-            self._on_begin,
-            others,
-            self.draws,
-        )
-        inputs = forward.begin(value, self._fillers)
+        given = {INPUTS: value} if self.crossing_in is None else self.crossing_in.unpack(value, self._fillers)
+        forward = _SpanForward(self, given)
+        inputs = forward.inputs
         model = self.layers[0]
         if not self._seen:
             return self._call(model, inputs)
@@ -104,7 +97,7 @@ class SpanStage(StageModule):
         except _Stop:
             pass
         forward.check_calls()
-        if self._crossing_out is not None:
+        if self.crossing_out is not None:
             output = forward.crossing(self._shared_fillers)
         if forward.first_of_others is not None and _has_nan(output) and not _has_nan(value):
             raise ValueError(
@@ -115,14 +108,10 @@ class SpanStage(StageModule):
         return output
 
     def owns(self, name: str) -> bool:
-        return name in self._state.parameters or name in self._state.buffers
-
-    def read_names(self) -> frozenset[str]:
-        """Returns the full names of the parameters and buffers that the traced forward read in this span."""
-        return self._state.read
+        return name in self.state.parameters or name in self.state.buffers
 
     def stage_buffers(self) -> list[tuple[str, Tensor]]:
-        return [(name, buffer) for name, buffer in super().stage_buffers() if name in self._state.buffers]
+        return [(name, buffer) for name, buffer in super().stage_buffers() if name in self.state.buffers]
 
     def held_names(self) -> set[str]:
         """Returns the span's own names and all buffers, because code outside calls may read or write any
@@ -131,7 +120,7 @@ class SpanStage(StageModule):
         return super().held_names() | {name for name, _ in self.layers[0].named_buffers()}
 
     def others_parameters(self) -> list[nn.Parameter]:
-        own = self._state.parameters
+        own = self.state.parameters
         return [parameter for name, parameter in self.layers[0].named_parameters() if name not in own]
 
     def place(self, device: torch.device) -> None:
@@ -149,15 +138,11 @@ class SpanStage(StageModule):
         """
         model = self.layers[0]
         tensors = (*model.named_parameters(), *model.named_buffers())
-        return [tensor for name, tensor in tensors if name in self._state.strays]
+        return [tensor for name, tensor in tensors if name in self.state.strays]
 
     def _unique_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        own = self._state.parameters
+        own = self.state.parameters
         return [(name, parameter) for name, parameter in super()._unique_parameters() if name in own]
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _has_nan(value: Any) -> bool:
@@ -168,51 +153,27 @@ def _has_nan(value: Any) -> bool:
 class _SpanForward:
     """The state of one forward."""
 
-    def __init__(
-        self,
-        names: dict[int, str],
-        modules: dict[str, nn.Module],
-        crossing_in: Crossing | None,
-        crossing_out: Crossing | None,
-        on_begin: Callable[[], None],
-        others: frozenset[str],
-        draws: KeyedDraws | None,
-    ) -> None:
-        """others: SpanState.others_modules."""
-        self._draws = draws
+    def __init__(self, stage: SpanStage, given: dict[CallKey, Any]) -> None:
+        """given: the inputs, and the outputs of the calls that have ended at the first cut."""
         self.first_of_others: CallKey | None = None
-        """The first call of a module in `others`. The module's parameters are NaN here, and so is the call's
-        output.
+        """The first call of a module in SpanState.others_modules. The module's parameters are NaN here, and
+        so is the call's output.
         """
-        self._others = others
-        self._counter = CallCounter(names)
-        self._modules = modules
-        self._on_begin = on_begin
-        self._in = crossing_in
-        self._out = crossing_out
-        self._given: dict[CallKey, Any] = {}
+        self._stage = stage
+        self._given = given
+        self._counter = CallCounter(stage.names)
+        crossing_in, crossing_out = stage.crossing_in, stage.crossing_out
         self._over = {} if crossing_in is None else {call.key: call for call in crossing_in.calls}
         self._wanted = {} if crossing_out is None else {call.key: call for call in crossing_out.all_calls}
+        self._first = None if crossing_in is None else crossing_in.last
+        self._last = None if crossing_out is None else crossing_out.last
         self._outputs: dict[CallKey, list[Any]] = {}
         self._hooked: set[int] = set()  # ids of outputs that the calls themselves have given hooks
+        self.inputs = given.pop(INPUTS)
+        """The inputs with which the model is called."""
+        self._keep(INPUTS, self.inputs)
 
-    def begin(self, value: Any, fillers: Fillers) -> Any:
-        """Returns the inputs with which the model is called."""
-        if self._in is None:
-            self._given = {INPUTS: value}
-        else:
-            self._given = self._in.unpack(value, fillers)
-        inputs = self._given.pop(INPUTS)
-        self._keep(INPUTS, inputs)
-        return inputs
-
-    def call(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
+    def call(self, module: nn.Module, call: Callable[[], Any]) -> Any:
         key = self._counter.key_of_next(module)
         if key in self._given:
             if self._given[key] is NOT_CALLED:
@@ -227,18 +188,18 @@ class _SpanForward:
                 self._call_hooks(inner.key, inner_output)
                 self._keep(inner.key, inner_output)
             output = self._given.pop(key)
-            if self._draws is not None:
-                self._draws.skip(key)
+            if self._stage.draws is not None:
+                self._stage.draws.skip(key)
             if over.is_hooked:
                 self._call_hooks(key, output)
-            if self._in is not None and key == self._in.last:
-                self._on_begin()
+            if self._stage.on_begin is not None and key == self._first:
+                self._stage.on_begin()
         else:
-            if self.first_of_others is None and key.module in self._others:
+            if self.first_of_others is None and key.module in self._stage.state.others_modules:
                 self.first_of_others = key
-            output = call(*arguments, **keywords)
+            output = call()
         self._keep(key, output)
-        if self._out is not None and key == self._out.last:
+        if key == self._last:
             raise _Stop
         return output
 
@@ -246,7 +207,7 @@ class _SpanForward:
         """Calls the hooks of a call that is not made, with its received output. The hooks store the output
         where later code finds it.
         """
-        module = self._modules[key.module]
+        module = self._stage.visible[key.module]
         for handle, hook in module._forward_hooks.items():
             takes_keywords = handle in module._forward_hooks_with_kwargs
             hook(module, (), {}, output) if takes_keywords else hook(module, (), output)
@@ -260,12 +221,11 @@ class _SpanForward:
         """Raises ValueError if the forward did not make a call whose output crosses, or the call at whose end
         the cut is.
         """
-        last = None if self._out is None else self._out.last
         missing = [key for key, value in self._given.items() if value is not NOT_CALLED]
         missing += [
             key
             for key, call in self._wanted.items()
-            if key not in self._outputs and (call.crosses or key == last)
+            if key not in self._outputs and (call.crosses or key == self._last)
         ]
         if missing:
             raise ValueError(
@@ -275,8 +235,8 @@ class _SpanForward:
             )
 
     def crossing(self, fillers: Fillers | None) -> tuple[Tensor | None, ...]:
-        assert self._out is not None
-        packed = self._out.pack(self._outputs, fillers)
+        assert self._stage.crossing_out is not None
+        packed = self._stage.crossing_out.pack(self._outputs, fillers)
         for tensor in packed:
             if tensor is not None and tensor._backward_hooks and id(tensor) not in self._hooked:
                 raise ValueError(

@@ -123,9 +123,10 @@ def _check_coverage(num_layers: int, plan: Plan, why_no_more: str = "", *, has_c
             f"one layer, so partition for at most {num_layers} workers"
         )
     if plan.num_layers != num_layers:
+        fault = "" if has_cuts else ", or lacks the cuts of its profile"
         raise ValueError(
-            f"the plan covers {plan.num_layers} layers but the model has {num_layers}: it is a plan for another"
-            f" model{'' if has_cuts else ', or lacks the cuts of its profile'}; partition a profile of this one"
+            f"the plan covers {plan.num_layers} layers but the model has {num_layers}: it is a plan for"
+            f" another model{fault}; partition a profile of this one"
         )
 
 

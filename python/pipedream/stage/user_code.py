@@ -98,16 +98,10 @@ class _Finder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(_address(tensor))
         return known[1] if known is not None and _has_nan(tensor) else []
 
-    def call(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
+    def call(self, module: nn.Module, call: Callable[[], Any]) -> Any:
         self._stack.append(self._names[id(module)])
         try:
-            return call(*arguments, **keywords)
+            return call()
         finally:
             self._stack.pop()
 
