@@ -56,8 +56,8 @@ from pipedream.model.calls import calls_seen, is_compiled
 from pipedream.model.draws import SeenDraws, drawing_alike
 from pipedream.model.factored import FactoredLayers, factorable
 from pipedream.model.loss_state import spare_loss
-from pipedream.model.recompute import BufferMemory, GeneratorState, buffers_replayed
-from pipedream.model.seeding import RngState
+from pipedream.model.recompute import BufferMemory, buffers_replayed
+from pipedream.model.seeding import RngState, TorchState
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss, leaves_of
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
@@ -292,9 +292,9 @@ class _StageRehearsal:
             output = self._calls.layers(value)
         if not self._is_last or self._loss_fn is None:
             return output
-        before = GeneratorState.capture(self._device)
+        before = TorchState.capture()
         loss = self._calls.loss(output, self._targets)
-        self.draws |= SeenDraws(in_loss=before.has_moved_on(self._device))
+        self.draws |= SeenDraws(in_loss=not before.equals(TorchState.capture()))
         return loss
 
     def _layers_seen(self) -> contextlib.AbstractContextManager[None]:
@@ -304,10 +304,10 @@ class _StageRehearsal:
             return contextlib.nullcontext()
         layer_indices = itertools.count(self._stage.first_layer)
 
-        def call(_: nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-            layer_index, before = next(layer_indices), GeneratorState.capture(self._device)
-            output = call(*arguments, **keywords)
-            if before.has_moved_on(self._device):
+        def call(_: nn.Module, call: Callable[[], Any]) -> Any:
+            layer_index, before = next(layer_indices), TorchState.capture()
+            output = call()
+            if not before.equals(TorchState.capture()):
                 self.draws |= SeenDraws(frozenset({layer_index}))
             return output
 
@@ -391,14 +391,14 @@ class _StageRehearsal:
         self._roots = []
         self.output = None
         region = self._meter.backward() if self._metered else contextlib.nullcontext()
-        before = GeneratorState.capture(self._device)
+        before = TorchState.capture()
         with region:
             if not self._is_last:
                 backward(roots, seeds)
             elif roots:
                 backward_of_loss(roots.pop())
             del roots, seeds
-        self.draws |= SeenDraws(in_backward=before.has_moved_on(self._device))
+        self.draws |= SeenDraws(in_backward=not before.equals(TorchState.capture()))
         self._leaves = []  # frees their gradients, too, unless the model holds them
 
 
@@ -424,7 +424,7 @@ def gives_the_same_again(stage: StageModule, device: torch.device, run: Callable
     may change the output in place after the forward. False also if the forward writes frozen parameters, as
     the average of another module's: nobody keeps their earlier contents.
     """
-    generators = GeneratorState.capture(device)
+    generators = TorchState.capture()
     frozen = (
         [parameter for _, parameter in stage.frozen_parameters()] if isinstance(stage, StageModule) else []
     )
@@ -434,7 +434,7 @@ def gives_the_same_again(stage: StageModule, device: torch.device, run: Callable
             first = tensors_of(run())
         if before != [(parameter._version, parameter.data_ptr()) for parameter in frozen]:
             return False
-        with generators.replayed(device), buffers_replayed(stage, buffers):
+        with generators.replayed(), buffers_replayed(stage, buffers):
             second = tensors_of(run())
         pairs = zip(first, second, strict=True)
         return all(_is_same(one, other, device) for one, other in pairs)

@@ -10,51 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["BufferMemory", "Buffers", "GeneratorState", "buffers_replayed"]
-
-
-@dataclass(frozen=True)
-class GeneratorState:
-    """The states of torch's generators on this worker: the generator of the CPU, and of the device if it is
-    CUDA.
-    """
-
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
-
-    @classmethod
-    def capture(cls, device: torch.device) -> GeneratorState:
-        on_cuda = device.type == "cuda"
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None)
-
-    def has_moved_on(self, device: torch.device) -> bool:
-        """Whether anything was drawn since the capture."""
-        now = GeneratorState.capture(device)
-        same_cuda = self.cuda is None or now.cuda is None or torch.equal(self.cuda, now.cuda)
-        return not (same_cuda and torch.equal(self.cpu, now.cpu))
-
-    @contextlib.contextmanager
-    def replayed(self, device: torch.device) -> Iterator[None]:
-        """In the with block, the generators draw the same random numbers as after the capture. Afterwards the
-        generators have the states from before the block.
-        """
-        outside = GeneratorState.capture(device)
-        self.restore(device)
-        try:
-            yield
-        finally:
-            outside.restore(device)
-
-    def restore(self, device: torch.device) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, device)
+__all__ = ["BufferMemory", "Buffers", "buffers_replayed"]
 
 
 _SMALL_BYTES = 64 * 1024

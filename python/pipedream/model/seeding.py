@@ -29,7 +29,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,7 @@ from pipedream.common.checks import is_whole
 __all__ = [
     "RngState",
     "RngStream",
+    "TorchState",
     "backward_seed",
     "base_seed",
     "data_seed",
@@ -130,13 +131,46 @@ def seed_data(base: int, seed: int | None, num_workers: int) -> None:
         seed_all(seed)
 
 
+class TorchState(NamedTuple):
+    """A copy of torch's generators: the CPU's and CUDA's."""
+
+    cpu: torch.Tensor
+    cuda: tuple[torch.Tensor, ...]
+    """States, one per device; empty if CUDA was not initialised at capture."""
+
+    @classmethod
+    def capture(cls) -> TorchState:
+        # Asking an uninitialised CUDA would initialise it, which costs memory and forbids a later fork.
+        cuda = torch.cuda.get_rng_state_all() if _cuda_is_initialized() else ()
+        return cls(torch.get_rng_state(), tuple(cuda))
+
+    def restore(self) -> None:
+        """Restores the generators. A state may be restored any number of times."""
+        torch.set_rng_state(self.cpu)
+        for device_index, state in enumerate(self.cuda):
+            torch.cuda.set_rng_state(state, device_index)
+
+    def equals(self, other: TorchState) -> bool:
+        """Whether nothing was drawn between the two captures."""
+        # The states are not joined, because a rehearsal counts what is allocated meanwhile.
+        pairs = zip((self.cpu, *self.cuda), (other.cpu, *other.cuda), strict=False)
+        return len(self.cuda) == len(other.cuda) and all(torch.equal(*pair) for pair in pairs)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """In the with block, the generators draw the same random numbers as after the capture. Afterwards the
+        generators have the states from before the block.
+        """
+        with generators_of_torch_kept():
+            self.restore()
+            yield
+
+
 @dataclass(frozen=True)
 class RngState:
-    """A copy of every global generator: torch CPU, torch CUDA, `random`, numpy (if imported)."""
+    """A copy of every global generator: torch's, `random`'s, numpy's (if imported)."""
 
-    torch_cpu: torch.Tensor
-    torch_cuda: tuple[torch.Tensor, ...]
-    """States, one per device; empty if CUDA was not initialised at capture."""
+    torch: TorchState
     python: tuple[Any, ...]
     numpy: Any | None
 
@@ -144,28 +178,25 @@ class RngState:
     def capture(cls) -> RngState:
         numpy = sys.modules.get("numpy")
         numpy_state = None if numpy is None else numpy.random.get_state()
-        return cls(torch.get_rng_state(), _cuda_state(), random.getstate(), numpy_state)
+        return cls(TorchState.capture(), random.getstate(), numpy_state)
 
     def restore(self) -> None:
         """Restores the generators. A state may be restored any number of times."""
-        torch.set_rng_state(self.torch_cpu)
-        _set_cuda_state(self.torch_cuda)
+        self.torch.restore()
         random.setstate(self.python)
         if self.numpy is not None:
             importlib.import_module("numpy").random.set_state(self.numpy)
 
     def equals(self, other: RngState) -> bool:
         """Whether nothing was drawn between the two captures."""
-        mine, others = (torch.cat([one.torch_cpu, *one.torch_cuda]) for one in (self, other))
-        return (
-            torch.equal(mine, others) and self.python == other.python and self.of_numpy() == other.of_numpy()
-        )
+        are_equal = self.python == other.python and self.of_numpy() == other.of_numpy()
+        return are_equal and self.torch.equals(other.torch)
 
     def to_document(self) -> dict[str, Any]:
         """Returns the state as JSON, for from_document()."""
         document: dict[str, Any] = {
-            "torch": _hex_of(self.torch_cpu),
-            "cuda": [_hex_of(state) for state in self.torch_cuda],
+            "torch": _hex_of(self.torch.cpu),
+            "cuda": [_hex_of(state) for state in self.torch.cuda],
             "python": self.python,
         }
         if self.numpy is not None:
@@ -183,8 +214,7 @@ class RngState:
             kind, keys, *rest = document["numpy"]
             numpy_state = (kind, numpy.frombuffer(bytes.fromhex(keys), dtype=numpy.uint32).copy(), *rest)
         return cls(
-            _of_hex(document["torch"]),
-            tuple(_of_hex(state) for state in document["cuda"]),
+            TorchState(_of_hex(document["torch"]), tuple(map(_of_hex, document["cuda"]))),
             (version, tuple(internal), gauss),
             numpy_state,
         )
@@ -214,12 +244,11 @@ def generators_kept() -> Iterator[RngState]:
 @contextlib.contextmanager
 def generators_of_torch_kept() -> Iterator[None]:
     """In the with block, torch's generators may be used. Afterwards they have their former states."""
-    cpu, cuda = torch.get_rng_state(), _cuda_state()
+    state = TorchState.capture()
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        _set_cuda_state(cuda)
+        state.restore()
 
 
 class RngStream:
@@ -231,34 +260,28 @@ class RngStream:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._inside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
-        self._outside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+        self._inside: TorchState | None = None
+        self._outside: TorchState | None = None
 
     def left_at(self) -> RngState | None:
         """Returns the states of torch's generators where this stream stopped, with the present states of
         `random` and numpy; None before the stream's first use.
         """
-        if self._inside is None:
-            return None
-        cpu_state, cuda_state = self._inside
-        return replace(RngState.capture(), torch_cpu=cpu_state, torch_cuda=cuda_state)
+        return None if self._inside is None else replace(RngState.capture(), torch=self._inside)
 
     def go_on_from(self, state: RngState) -> None:
         """Makes the stream go on from the state of torch's generators."""
-        self._inside = (state.torch_cpu, state.torch_cuda)
+        self._inside = state.torch
 
     def __enter__(self) -> RngStream:
         if self._outside is not None:
             raise RuntimeError("this RngStream is already entered")
-        self._outside = (torch.get_rng_state(), _cuda_state())
+        self._outside = TorchState.capture()
         if self._inside is None:
             seed_torch(self._seed)
             return self
-        cpu_state, cuda_state = self._inside
-        torch.set_rng_state(cpu_state)
-        if cuda_state:
-            _set_cuda_state(cuda_state)
-        elif _cuda_is_initialized():  # CUDA came up since this stream was left
+        self._inside.restore()
+        if not self._inside.cuda and _cuda_is_initialized():  # CUDA came up since this stream was left
             torch.cuda.manual_seed_all(self._seed)
         return self
 
@@ -266,10 +289,8 @@ class RngStream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._outside is not None
-        self._inside = (torch.get_rng_state(), _cuda_state())
-        cpu_state, cuda_state = self._outside
-        torch.set_rng_state(cpu_state)
-        _set_cuda_state(cuda_state)
+        self._inside = TorchState.capture()
+        self._outside.restore()
         self._outside = None
 
 
@@ -289,18 +310,8 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def _cuda_state() -> tuple[torch.Tensor, ...]:
-    # Asking an uninitialised CUDA would initialise it, which costs memory and forbids a later fork.
-    return tuple(torch.cuda.get_rng_state_all()) if _cuda_is_initialized() else ()
-
-
 def _cuda_is_initialized() -> bool:
     return _HAS_CUDA and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _set_cuda_state(state: tuple[torch.Tensor, ...]) -> None:
-    for device_index, device_state in enumerate(state):
-        torch.cuda.set_rng_state(device_state, device_index)
 
 
 def _mix(purpose: bytes, content: bytes) -> int:

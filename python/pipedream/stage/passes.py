@@ -27,7 +27,8 @@ from pipedream.model.boundary import (
     to_device,
 )
 from pipedream.model.ignored_labels import with_other_labels
-from pipedream.model.recompute import BufferMemory, Buffers, GeneratorState, buffers_replayed
+from pipedream.model.recompute import BufferMemory, Buffers, buffers_replayed
+from pipedream.model.seeding import TorchState
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
@@ -238,7 +239,7 @@ class RecomputedPasses(StagePasses):
         counts = [tensor._version for tensor in tensors_of(given)]
         with torch.no_grad(), self._buffers.forward() as stashed.buffers:
             if self._stage.draws is None:  # with draws each forward is seeded
-                stashed.generators = GeneratorState.capture(self._device)
+                stashed.generators = TorchState.capture()
             output = self._run_layers(stashed, given)
             self._learn_works_in_place(stashed.minibatch, given, counts)
             return output
@@ -249,7 +250,7 @@ class RecomputedPasses(StagePasses):
         if self._stage.draws is not None:
             self._stage.draws.begin(stashed.minibatch, stashed.microbatch, self._stage)
         elif stashed.generators is not None:
-            replayed = stashed.generators.replayed(self._device)
+            replayed = stashed.generators.replayed()
         with entered(self._around_again), buffers_replayed(self._stage, stashed.buffers), replayed:
             return super()._forward(stashed, is_next=True)
 
@@ -277,7 +278,7 @@ class Stashed:
     """The factor by which the loss is multiplied in float16; 1 otherwise."""
     outputs: list[Tensor] = field(default_factory=list)
     """The outputs at which the backward begins, or the loss. Empty before a recompute."""
-    generators: GeneratorState | None = None
+    generators: TorchState | None = None
     buffers: Buffers = field(default_factory=list)
     """With recompute: the buffers that the forward read and changed."""
     saved: SavedTensors | None = None

@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipedream.model.recompute import BufferMemory, GeneratorState, buffers_replayed
+from pipedream.model.recompute import BufferMemory, buffers_replayed
+from pipedream.model.seeding import TorchState
 from torch import nn
-
-_CPU = torch.device("cpu")
 
 
 def test_a_replay_draws_what_came_after_the_capture_and_then_goes_on_as_before() -> None:
     torch.manual_seed(3)
     torch.rand(5)
-    state = GeneratorState.capture(_CPU)
+    state = TorchState.capture()
     first = torch.rand(4)
     between = torch.get_rng_state()
     for _ in range(2):  # any number of times
-        with state.replayed(_CPU):
+        with state.replayed():
             assert torch.equal(torch.rand(4), first)
             torch.rand(100)
         assert torch.equal(torch.get_rng_state(), between)
@@ -27,18 +26,18 @@ def test_a_replay_draws_what_came_after_the_capture_and_then_goes_on_as_before()
 def test_dropout_drops_the_same_elements_again() -> None:
     layer = nn.Dropout(0.5)
     values = torch.ones(64)
-    state = GeneratorState.capture(_CPU)
+    state = TorchState.capture()
     first = layer(values)
     assert not torch.equal(layer(values), first)
-    with state.replayed(_CPU):
+    with state.replayed():
         assert torch.equal(layer(values), first)
 
 
 def test_generators_go_on_also_after_an_error() -> None:
-    state = GeneratorState.capture(_CPU)
+    state = TorchState.capture()
     torch.rand(3)
     before = torch.get_rng_state()
-    with pytest.raises(KeyError), state.replayed(_CPU):
+    with pytest.raises(KeyError), state.replayed():
         raise KeyError
     assert torch.equal(torch.get_rng_state(), before)
 
