@@ -346,8 +346,7 @@ class _Forwarder(threading.Thread):
             (INPUTS, forwarded.inputs, filled_inputs),
             (TARGETS, forwarded.targets, filled_targets),
         ):
-            tensors = boundary.flatten(value, minibatch=minibatch)
-            boundary.check(tensors, minibatch=minibatch)
+            tensors = boundary.checked(value, minibatch=minibatch)
             rounds = self._rounds[channel]
             for replica in range(rounds.num_replicas):
                 sent = tensors

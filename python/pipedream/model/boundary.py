@@ -110,7 +110,9 @@ class Boundary:
     def checked(
         self, value: Any, *, stage: int | None = None, minibatch: int | None = None
     ) -> list[torch.Tensor]:
-        """Returns a value's tensors in the order in which they cross, after check()."""
+        """Returns a value's tensors in the order in which they cross. Raises ValueError naming stage and
+        minibatch unless the value fits the plan, as flatten() and check() do.
+        """
         lone = self._lone
         if (  # the planned shape, as in every minibatch but a short last one
             lone is not None
@@ -120,48 +122,44 @@ class Boundary:
             and (lone.requires_grad or not value.requires_grad)
         ):
             return [value]
-        tensors = self.flatten(value, stage=stage, minibatch=minibatch)
-        self.check(tensors, stage=stage, minibatch=minibatch)
+        try:
+            tensors = self.flatten(value)
+            self.check(tensors)
+        except ValueError as error:
+            raise ValueError(f"{_where(stage, minibatch)}{error}") from None
         return tensors
 
-    def flatten(
-        self, value: Any, *, stage: int | None = None, minibatch: int | None = None
-    ) -> list[torch.Tensor]:
+    def flatten(self, value: Any) -> list[torch.Tensor]:
         """Returns a value's tensors in the order in which they cross.
 
-        Raises ValueError naming stage, minibatch and place if the structure or a constant differs from the
-        plan, or if a tensor needs a gradient that was not planned.
+        Raises ValueError naming the place if the structure or a constant differs from the plan, or if a
+        tensor needs a gradient that was not planned.
         """
         given: list[Any] = [_NOTHING] * len(self.tensors)
-        fault = _collect(self.structure, value, "the value", given)
-        if fault is not None:
-            raise ValueError(f"{_where(stage, minibatch)}{fault}")
+        _collect(self.structure, value, "the value", given)
         found: list[torch.Tensor] = []
         for tensor_index, (one, spec) in enumerate(zip(given, self.tensors, strict=True)):
-            tensor = self._for_none(tensor_index, given, stage, minibatch) if one is None else one
+            tensor = self._for_none(tensor_index, given) if one is None else one
             if one is not None and spec.is_for_none(one):
                 raise ValueError(
-                    f"{_where(stage, minibatch)}{self._name_of(tensor_index)} has no extent in any dimension,"
-                    " which stands for None: pass on None, or at least one entry"
+                    f"{self._name_of(tensor_index)} has no extent in any dimension, which stands for None:"
+                    " pass on None, or at least one entry"
                 )
             if tensor.requires_grad and not spec.requires_grad:
                 raise ValueError(
-                    f"{_where(stage, minibatch)}tensor {tensor_index} needs a gradient, but in the "
-                    f"first minibatch it needed none: do not switch requires_grad or no_grad between "
-                    f"minibatches"
+                    f"tensor {tensor_index} needs a gradient, but in the first minibatch it needed none: do"
+                    " not switch requires_grad or no_grad between minibatches"
                 )
             found.append(tensor)
         return found
 
-    def _for_none(
-        self, tensor_index: int, given: Sequence[Any], stage: int | None, minibatch: int | None
-    ) -> torch.Tensor:
+    def _for_none(self, tensor_index: int, given: Sequence[Any]) -> torch.Tensor:
         device = next((tensor.device for tensor in given if tensor is not None), None)
         sent = None if device is None else self.tensors[tensor_index].for_none(device)
         if sent is None:
             raise ValueError(
-                f"{_where(stage, minibatch)}{self._name_of(tensor_index)} is None, and a tensor in the first"
-                " minibatch: pass on a tensor in every minibatch, as one of zeros"
+                f"{self._name_of(tensor_index)} is None, and a tensor in the first minibatch: pass on a"
+                " tensor in every minibatch, as one of zeros"
             )
         return sent
 
@@ -176,25 +174,23 @@ class Boundary:
         given = [None if spec.is_for_none(tensor) else tensor for tensor, spec in pairs]
         return _build(self.structure, given)
 
-    def check(
-        self, tensors: Sequence[torch.Tensor], *, stage: int | None = None, minibatch: int | None = None
-    ) -> None:
-        """Raises ValueError naming stage and minibatch unless the tensors fit the plan.
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError unless the tensors fit the plan.
 
         The number of tensors, their dtypes and their ranks must be as planned. No tensor may have a larger
         first dimension or more bytes than planned. Smaller tensors are fine: the last batch may be short.
         """
         if len(tensors) != len(self.tensors):
             raise ValueError(
-                f"{_where(stage, minibatch)}{len(tensors)} tensors, planned {len(self.tensors)}: pass on the "
-                f"same tensors in every minibatch"
+                f"{len(tensors)} tensors, planned {len(self.tensors)}: pass on the same tensors in every"
+                " minibatch"
             )
         for tensor_index, (tensor, spec) in enumerate(zip(tensors, self.tensors, strict=True)):
             if tensor.shape == spec.shape and tensor.dtype == spec.dtype:
                 continue
             fault = spec.misfit(tensor)
             if fault is not None:
-                raise ValueError(f"{_where(stage, minibatch)}{self._name_of(tensor_index)} {fault}")
+                raise ValueError(f"{self._name_of(tensor_index)} {fault}")
 
     # sent() and received() change between the layout in which tensors are sent and the layout in which a
     # stage uses them. gradients: whether the tensors are gradients.
@@ -390,39 +386,37 @@ def _kind_of(value: Any) -> str:
     return type(value).__name__.lower()
 
 
-def _collect(node: dict[str, Any], value: Any, place: str, given: list[Any]) -> str | None:
-    # Puts the tensors of `value` into `given`, by their indices. A tensor may be None. Returns how the value
-    # differs from the plan, if it does.
+def _collect(node: dict[str, Any], value: Any, place: str, given: list[Any]) -> None:
+    # Puts the tensors of `value` into `given`, by their indices. A tensor may be None. Raises ValueError if
+    # the value differs from the plan.
     ((kind, content),) = node.items()
     if kind == "tensor":
         if value is not None and not isinstance(value, torch.Tensor):
-            return f"{place} is a {type(value).__name__}, planned a tensor: {_KEEP}"
+            raise ValueError(f"{place} is a {type(value).__name__}, planned a tensor: {_KEEP}")
         known = given[content]
         given[content] = value
-        if known is _NOTHING or known is value:
-            return None
-        return f"{place} was the same tensor as another, now it is not: {_KEEP}"
+        if known is not _NOTHING and known is not value:
+            raise ValueError(f"{place} was the same tensor as another, now it is not: {_KEEP}")
+        return
     if kind == "constant":
         if type(value) is type(content) and value == content:
-            return None
+            return
         if content is None:
-            return f"{place} is {_brief(value)}, and None in the first minibatch: put one first that has it"
-        return f"{place} is {_brief(value)}, planned the constant {content!r}: {_KEEP}"
+            remedy = "put one first that has it"
+            raise ValueError(f"{place} is {_brief(value)}, and None in the first minibatch: {remedy}")
+        raise ValueError(f"{place} is {_brief(value)}, planned the constant {content!r}: {_KEEP}")
     if _kind_of(value) != kind:
-        return f"{place} is a {type(value).__name__}, planned a {kind}: {_KEEP}"
+        raise ValueError(f"{place} is a {type(value).__name__}, planned a {kind}: {_KEEP}")
     if kind in _KEYED:
         if value.keys() != content.keys():
-            return f"{place} has the keys {list(value)}, planned {list(content)}: {_KEEP}"
-        items = [(f"{place}[{key!r}]", child, value[key]) for key, child in content.items()]
+            raise ValueError(f"{place} has the keys {list(value)}, planned {list(content)}: {_KEEP}")
+        for key, child in content.items():
+            _collect(child, value[key], f"{place}[{key!r}]", given)
     else:
         if len(value) != len(content):
-            return f"{place} has {len(value)} items, planned {len(content)}: {_KEEP}"
-        items = [(f"{place}[{i}]", child, value[i]) for i, child in enumerate(content)]
-    for child_place, child, item in items:
-        fault = _collect(child, item, child_place, given)
-        if fault is not None:
-            return fault
-    return None
+            raise ValueError(f"{place} has {len(value)} items, planned {len(content)}: {_KEEP}")
+        for i, (child, item) in enumerate(zip(content, value, strict=True)):
+            _collect(child, item, f"{place}[{i}]", given)
 
 
 def _build(node: dict[str, Any], tensors: Sequence[torch.Tensor | None]) -> Any:
