@@ -31,6 +31,7 @@ __all__ = [
     "largest_in",
     "largest_of",
     "listed",
+    "named_tensors",
     "next_kind",
     "shapes_of",
     "shapes_of_parts",
@@ -51,13 +52,20 @@ def shapes_of(batch: Any) -> Shapes:
     """Returns the shapes of a minibatch, given in the form in which the data yield it."""
     if isinstance(batch, Microbatches):
         return largest_of(batch, {})
+    return {name: tuple(tensor.shape) for name, tensor in named_tensors(batch)}
+
+
+def named_tensors(batch: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (name, tensor) for the tensors of a minibatch, or of one batch of Microbatches."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return dict([*_named("inputs", batch[0]), *_named("targets", batch[1])])
+        yield from (*_named("inputs", batch[0]), *_named("targets", batch[1]))
+        return
     if dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
         batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     if isinstance(batch, Mapping):
-        return {name: shape for key in batch for name, shape in _named(str(key), batch[key])}
-    return dict(_named("inputs", batch))
+        yield from (found for key in batch for found in _named(str(key), batch[key]))
+    else:
+        yield from _named("inputs", batch)
 
 
 def shapes_of_parts(inputs: Any, targets: Any) -> Shapes:
@@ -202,7 +210,7 @@ def describe_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
 
 
-def _named(name: str, value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from _named(f"{name}[{index}]", item)
@@ -210,4 +218,4 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         for key, item in value.items():
             yield from _named(f"{name}.{key}", item)
     elif hasattr(value, "shape"):
-        yield name, tuple(value.shape)
+        yield name, value
