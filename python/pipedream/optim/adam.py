@@ -109,9 +109,7 @@ class Adam(_MomentOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("amsgrad", False)
-            group.setdefault("maximize", False)
-            group.setdefault("decoupled_weight_decay", False)
+            group.setdefault("decoupled_weight_decay", False)  # torch 2.6 has no such option
 
     def _num_state_tensors(self, group: Group) -> int:
         return 3 if group["amsgrad"] else 2
@@ -186,7 +184,6 @@ class NAdamW(_MomentOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("maximize", False)
             group["decoupled_weight_decay"] = True
 
     def _check_group(self, group: Group) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MASTER", "MasterWeights", "has_master", "load_wide_state", "master_dtype", "unwrapped"]
+__all__ = ["MASTER", "MasterWeights", "has_master", "load_wide_state", "loss_of", "master_dtype", "unwrapped"]
 
 MASTER = "master"
 """The key of a parameter's master in an optimizer's state."""
@@ -32,6 +32,14 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 def has_master(parameter: Tensor) -> bool:
     """Whether an optimizer keeps a master of the parameter."""
     return parameter.dtype in _WIDER
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Calls the closure of an optimizer's step. Returns the closure's loss; None if there is no closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -73,10 +81,7 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters in place from their .grad."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         master_of = {
             parameter: self._master_of(parameter)
             for group in self.param_groups

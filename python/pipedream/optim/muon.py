@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipedream.optim.adam import NAdamW
+from pipedream.optim.master_weights import loss_of
 
 __all__ = ["Muon"]
 
@@ -79,10 +80,7 @@ class Muon(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters in place from their .grad."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for part, optimizer in self._parts.items():
             # The groups are read at every step, because a scheduler changes their options and a pipeline
             # changes their parameters.

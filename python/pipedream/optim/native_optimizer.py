@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.common.compiling import unmarked_until_compiling
-from pipedream.optim.master_weights import MASTER, has_master, load_wide_state, master_dtype
+from pipedream.optim.master_weights import MASTER, has_master, load_wide_state, loss_of, master_dtype
 
 __all__ = ["Group", "NativeOptimizer", "Past", "Row", "check_numbers", "scalar_tensor"]
 
@@ -51,7 +51,8 @@ class NativeOptimizer(torch.optim.Optimizer):
     _SCALAR_NAMES: tuple[str, ...] = ()
     _TAKES_SPARSE = False
     _TORCH_NAME: str  # the alternative for tensors that this class refuses
-    _placed: dict[Tensor, list[Tensor]]
+    _placed: dict[Tensor, dict[str, Tensor]]
+    """The tensors of place_state(), by their keys in the parameter's state."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._placed = {}
@@ -60,10 +61,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters in place from their .grad, as torch's optimizers do."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients = [parameter.grad for parameter in parameters]
@@ -124,15 +122,15 @@ class NativeOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter_index, parameter in enumerate(parameters):
             tensors = list(make(parameter_index, parameter))
-            num_tensors = self.num_state_tensors + has_master(parameter)
+            names = [*self._STATE_NAMES[: self.num_state_tensors], *[MASTER] * has_master(parameter)]
             dtype = master_dtype(parameter.dtype)
-            if len(tensors) != num_tensors or not all(_fits(t, parameter, dtype) for t in tensors):
+            if len(tensors) != len(names) or not all(_fits(t, parameter, dtype) for t in tensors):
                 raise ValueError(
                     f"make returned {[(tuple(t.shape), t.stride(), t.dtype) for t in tensors]} for parameter"
-                    f" {parameter_index}: it must return {num_tensors} tensors with its shape"
+                    f" {parameter_index}: it must return {len(names)} tensors with its shape"
                     f" {tuple(parameter.shape)}, strides {parameter.stride()}, device, and dtype {dtype}"
                 )
-            self._placed[parameter] = tensors
+            self._placed[parameter] = dict(zip(names, tensors, strict=True))
         self._own_state()
 
     @torch.no_grad()
@@ -197,9 +195,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         ):
             dtype = source.dtype
             wide = master_dtype(dtype)
-            state = (self._state_tensor(parameter, index, source, wide) for index in range(len(names)))
+            state = (self._state_tensor(parameter, name, source, wide) for name in names)
             addresses = [tensor.data_ptr() for tensor in (source, target, gradient, *state)]
-            master = 0 if wide is dtype else self._master(parameter, source, wide).data_ptr()
+            master = 0 if wide is dtype else self._state_tensor(parameter, MASTER, source, wide).data_ptr()
             row = (source.numel(), *addresses, *absent, master)
             batches.setdefault((source.device, dtype, past), []).append(row)
         for (device, dtype, past), rows in batches.items():
@@ -244,39 +242,27 @@ class NativeOptimizer(torch.optim.Optimizer):
             gradient = gradient.to_dense()
         return gradient if _fits(gradient, source, source.dtype) else torch.empty_like(source).copy_(gradient)
 
-    def _state_tensor(self, parameter: Tensor, index: int, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a state tensor, which is zero at first. The tensor gets the layout that the weight has now.
-        The layout may have changed since the last step.
+    def _state_tensor(self, parameter: Tensor, name: str, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a state tensor, which the first call makes: a master from the weight, any other tensor of
+        zeros. The tensor gets the layout that the weight has now. The layout may have changed since the last
+        step.
         """
-        name = self._STATE_NAMES[index]
         state = self.state[parameter]
         tensor: Tensor | None = state.get(name)
         if tensor is None or not _fits(tensor, source, dtype):
-            placed = self._placed.get(parameter)
-            fresh = torch.zeros_like(source, dtype=dtype) if placed is None else placed[index]
-            state[name] = fresh if tensor is None else fresh.copy_(tensor)
-        result: Tensor = state[name]
-        return result
-
-    def _master(self, parameter: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the parameter's master, which the first call makes from the weight. The master gets the
-        layout that the weight has now.
-        """
-        state = self.state[parameter]
-        master: Tensor | None = state.get(MASTER)
-        if master is None or not _fits(master, source, dtype):
-            placed = self._placed.get(parameter)
-            fresh = torch.empty_like(source, dtype=dtype) if placed is None else placed[-1]
-            state[MASTER] = fresh.copy_(source if master is None else master)
-        result: Tensor = state[MASTER]
-        return result
+            fresh = self._placed.get(parameter, {}).get(name)
+            if fresh is None:
+                fresh = torch.zeros_like(source, dtype=dtype)
+            content = source if tensor is None and name == MASTER else tensor
+            tensor = state[name] = fresh if content is None else fresh.copy_(content)
+        return tensor
 
     def _own_state(self) -> None:
         """Moves every parameter's state into this optimizer's memory: the tensors of place_state(), or newly
         allocated ones.
         """
         for parameter, state in self.state.items():
-            places = dict(self._named_places(parameter))
+            places = self._placed.get(parameter, {})
             for name in (*self._STATE_NAMES, MASTER):
                 tensor = state.get(name)
                 if tensor is None:
@@ -288,14 +274,6 @@ class NativeOptimizer(torch.optim.Optimizer):
             for name in self._SCALAR_NAMES:
                 if name in state:
                     state[name] = scalar_tensor(float(state[name]))
-
-    def _named_places(self, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Returns the tensors that place_state() assigned to the parameter, each with its key in the
-        state.
-        """
-        placed = self._placed.get(parameter, [])
-        num_states = len(placed) - has_master(parameter)
-        return zip([*self._STATE_NAMES[: max(num_states, 0)], MASTER], placed, strict=False)
 
 
 @functools.cache
