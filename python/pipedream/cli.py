@@ -223,10 +223,13 @@ def explain_command(
     print_result(shown, explained.to_dict(), as_json)
 
 
-def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces a command's **arguments by the options in RUN_OPTIONS. An option that is not given is None."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+_Command = Callable[..., None]
+
+
+def _with_run_options(*names: str) -> Callable[[_Command], _Command]:
+    """Returns a decorator that replaces a command's **arguments by options in RUN_OPTIONS. An option that is
+    not given is None. names: the options; all if there are no names.
+    """
     described = [
         inspect.Parameter(
             option.name,
@@ -238,10 +241,16 @@ def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:
             ],
         )
         for option in RUN_OPTIONS
-        if option.command is not None
+        if option.command is not None and (not names or option.name in names)
     ]
-    command.__signature__ = signature.replace(parameters=[*own, *described])  # type: ignore[attr-defined]
-    return command
+
+    def decorate(command: _Command) -> _Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        command.__signature__ = signature.replace(parameters=[*own, *described])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 def _read_run_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,12 +258,12 @@ def _read_run_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         option.name: option.command.read(arguments[option.name])
         for option in RUN_OPTIONS
-        if option.command is not None and arguments[option.name] is not None
+        if option.command is not None and arguments.get(option.name) is not None
     }
 
 
 @app.command("run")
-@_with_run_options
+@_with_run_options()
 def run_command(
     target: _Target,
     plan_file: Annotated[
@@ -330,41 +339,19 @@ def run_command(
 
 
 @app.command("profile-links")
+@_with_run_options("transport", "keys", "bind", "ports", "insecure")
 def profile_links_command(
-    transport: Annotated[
-        str, typer.Option(help="How tensors travel, as for `run`: auto, tcp, shm or ipc.")
-    ] = "auto",
-    keys: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="This machine's key file, made by `pipedream keys`.")
-    ] = None,
-    bind: Annotated[
-        str | None, typer.Option(help="This machine's address or interface on which workers listen.")
-    ] = None,
-    ports: Annotated[
-        str | None,
-        typer.Option(metavar="RANGE", help="The ports at which workers listen, such as 29600-29620."),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen without keys, on a network that you trust.")
-    ] = False,
     seconds: Annotated[float, typer.Option(help="The most seconds for each figure of a pair.")] = 1.0,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the links here.")] = None,
     as_json: JsonOption = False,
+    **arguments: Any,
 ) -> None:
     """Measure bandwidth and latency between all workers: torchrun ... -m pipedream profile-links."""
+    options = _read_run_options(arguments)
     with _clean_stdout(as_json):
         from pipedream.launch.link_profiling import profile_links
 
-        measured = profile_links(
-            transport=transport,
-            keys=keys,
-            bind=bind,
-            ports=ports,
-            insecure=insecure,
-            seconds=seconds,
-            save=output,
-            progress=not as_json,
-        )
+        measured = profile_links(**options, seconds=seconds, save=output, progress=not as_json)
     if not is_rank_0():
         return
     notes = []
