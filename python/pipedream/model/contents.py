@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Contents", "attributes_of", "is_of_the_users", "overwriting"]
+__all__ = ["Contents", "attributes_of", "is_of_the_users", "overwriting", "refilling"]
 
 _LENGTH_MAX = 1024
 """Containers with more entries than this are taken for data, not for a layer's memory. Their entries are
@@ -77,7 +77,7 @@ def _restoring(value: Any) -> Callable[[], object] | None:
     if isinstance(value, tuple):
         return _nothing
     of_class = _refilling_attributes(value) if is_of_the_users(value) else None
-    of_container = _refilling(value) if isinstance(value, _CONTAINERS) else None
+    of_container = refilling(value) if isinstance(value, _CONTAINERS) else None
     if of_class is None or of_container is None:
         return of_class or of_container
 
@@ -143,7 +143,7 @@ def _refilling_attributes(target: Any) -> Callable[[], None]:
     return refill
 
 
-def _refilling(container: Any) -> Callable[[], None]:
+def refilling(container: Any) -> Callable[[], None]:
     """Returns a function that restores the container's present entries later. The function uses methods of
     the base class, because a subclass may override them with code that computes or refuses.
     """

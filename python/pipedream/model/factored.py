@@ -58,20 +58,13 @@ class FactoredLayers:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """In the with block, the layers are factored."""
-        self.install()
+        pairs = [(name, layer) for name, layers in self._layers.items() for layer in layers]
+        for name, layer in pairs:
+            vars(layer)["forward"] = _Forward(self, name, layer)
         try:
             yield
         finally:
-            self.remove()
-
-    def install(self) -> None:
-        for name, layers in self._layers.items():
-            for layer in layers:
-                vars(layer)["forward"] = _Forward(self, name, layer)
-
-    def remove(self) -> None:
-        for layers in self._layers.values():
-            for layer in layers:
+            for _, layer in pairs:
                 vars(layer).pop("forward", None)
 
     @contextlib.contextmanager

@@ -13,10 +13,8 @@ that runs the module.
 
 from __future__ import annotations
 
-import copy
 import dis
 import functools
-import operator
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -25,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipedream.model.contents import attributes_of, is_of_the_users, overwriting
+from pipedream.model.contents import attributes_of, is_of_the_users, overwriting, refilling
 from pipedream.model.references import is_name_of_a_library, objects_carried_by
 
 __all__ = ["GlobalNames"]
@@ -79,7 +77,7 @@ class GlobalNames:
         entries = [
             (holder, name, _entries_of(holder).get(name, _MISSING)) for holder, name in self._entries.values()
         ]
-        tallies = [(value, copy.copy(value)) for value in self._tallies.values() if _is_tally(value)]
+        tallies = [(value, refilling(value)) for value in self._tallies.values() if _is_tally(value)]
         overwrites = [overwriting(tensor) for tensor in self._tensors.values()]
 
         def restore() -> None:
@@ -87,10 +85,9 @@ class GlobalNames:
                 now = _entries_of(holder).get(name, _MISSING)
                 if now is not value and _is_counted(now):
                     _put(holder, name, value)
-            for value, before in tallies:
-                if _is_tally(value) and not _is_alike(value, before):
-                    value.clear()
-                    (value.update if isinstance(value, dict) else value.extend)(before)
+            for value, refill in tallies:
+                if _is_tally(value):
+                    refill()
             for overwrite in overwrites:
                 overwrite()
 
@@ -145,14 +142,6 @@ def _is_counted(value: Any) -> bool:
 
 def _is_tally(value: Any) -> bool:
     return all(map(_is_counted, value.values() if isinstance(value, dict) else value))
-
-
-def _is_alike(value: Any, before: Any) -> bool:
-    """Whether both have the same objects."""
-    pairs = [(value, before)]
-    if isinstance(value, dict):
-        pairs.append((value.values(), before.values()))
-    return len(value) == len(before) and all(all(map(operator.is_, one, other)) for one, other in pairs)
 
 
 def _is_of_the_users(value: Any) -> bool:

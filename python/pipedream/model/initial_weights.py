@@ -42,6 +42,7 @@ from pipedream.model.stand_ins import exchange, is_on_meta, zeroed
 
 __all__ = [
     "COMPLEX_MARK",
+    "NUM_COPIES",
     "WEIGHT_INDEX",
     "WeightSource",
     "check_weights",
@@ -408,10 +409,11 @@ class _Checkpoint:
 
 _log = logging.getLogger("pipedream")
 
-# A check of cuts needs the memory of this many copies of the parameters and buffers. They are the values, the
-# gradients of the whole model and of the cut model, tensors for their comparison, and about as much for
-# activations.
-_NUM_COPIES = 8
+NUM_COPIES = 8
+"""A check of cuts needs the memory of this many copies of the parameters and buffers. They are the values,
+the gradients of the whole model and of the cut model, tensors for their comparison, and about as much for
+activations.
+"""
 _SEED = 0
 
 
@@ -421,8 +423,8 @@ def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]
     not, the log says why.
     """
     roots = roots_of(model)
-    tensors = dict(_named_tensors(model))
-    needed_bytes = _NUM_COPIES * sum({id(t): t.nbytes for t in tensors.values()}.values())
+    tensors = dict(_tensors_of(roots))
+    needed_bytes = NUM_COPIES * sum(tensor.nbytes for tensor in tensors.values())
     free_bytes = free_host_bytes()
     if needed_bytes > free_bytes:
         _log.warning(
@@ -444,8 +446,3 @@ def free_host_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()  # type: ignore[misc]

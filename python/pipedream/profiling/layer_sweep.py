@@ -36,6 +36,7 @@ from pipedream.profiling.timed_passes import (
     saved_tensors_counted,
 )
 from pipedream.splitting.cut_model import CutModel
+from pipedream.splitting.splitter import stages_of
 
 __all__ = ["SWEEPS_MAX", "LayerSweep"]
 
@@ -76,10 +77,7 @@ class LayerSweep:
             layers = [layer for _, layer in named]
             self.parameter_bytes = parameter_bytes_of(layers)
             self.frozen_bytes = parameter_bytes_of(layers, trained=False)
-            self._stages = [
-                StageModule(index, index, [(name, prefix, layer)])
-                for index, ((name, layer), (prefix, _)) in enumerate(zip(named, self._roots, strict=True))
-            ]
+            self._stages = stages_of(model, [(index, index) for index in range(len(layers))])
         self._buffer_names = {name for stage in self._stages for name, _ in stage.stage_buffers()}
         self.activation_bytes: list[int] = []
         self.saved_bytes: list[int] = []

@@ -18,14 +18,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pipedream.common.errors import NonFiniteLoss
 
-__all__ = ["LateLossRecord", "LossRecord", "make_loss_record"]
+__all__ = ["LateLossRecord", "LossCopier", "LossRecord", "make_loss_record"]
 
 
 class LossRecord:
@@ -74,14 +73,28 @@ class LossRecord:
             self.parts.append(part)
 
 
-class Copier(Protocol):
-    """Copies losses from the device to the host, one at a time."""
+class LossCopier:
+    """Copies losses from the device to pinned memory, one at a time, with an event of the current stream."""
+
+    def __init__(self) -> None:
+        self._landed: dict[torch.dtype, Tensor] = {}
+        # With blocking=True a thread that waits for the event sleeps, and leaves the core to the thread that
+        # drives the transport.
+        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._newest = torch.empty(0)
 
     def begin(self, loss: Tensor) -> None:
         """Begins a copy of the loss, which waits for all work queued on the device so far."""
+        if loss.dtype not in self._landed:
+            self._landed[loss.dtype] = torch.empty((), dtype=loss.dtype, pin_memory=True)
+        self._newest = self._landed[loss.dtype]
+        self._newest.copy_(loss.detach(), non_blocking=True)
+        self._copied.record()
 
     def finish(self) -> float:
         """Waits for the copy, and returns the loss."""
+        self._copied.synchronize()
+        return self._newest.item()
 
 
 class LateLossRecord(LossRecord):
@@ -90,7 +103,7 @@ class LateLossRecord(LossRecord):
     reads_late = True
 
     def __init__(
-        self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None], copier: Copier
+        self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None], copier: LossCopier
     ) -> None:
         super().__init__(on_nonfinite, on_minibatch)
         self._copier = copier
@@ -119,28 +132,6 @@ class LateLossRecord(LossRecord):
             super().close(closing)
 
 
-class _PinnedCopier:
-    """Copies losses to pinned memory, with an event of the current stream."""
-
-    def __init__(self) -> None:
-        self._landed: dict[torch.dtype, Tensor] = {}
-        # With blocking=True a thread that waits for the event sleeps, and leaves the core to the thread that
-        # drives the transport.
-        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._newest = torch.empty(0)
-
-    def begin(self, loss: Tensor) -> None:
-        if loss.dtype not in self._landed:
-            self._landed[loss.dtype] = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        self._newest = self._landed[loss.dtype]
-        self._newest.copy_(loss.detach(), non_blocking=True)
-        self._copied.record()
-
-    def finish(self) -> float:
-        self._copied.synchronize()
-        return self._newest.item()
-
-
 def make_loss_record(
     on_nonfinite: str, on_minibatch: Callable[[int, float, float], None], device: torch.device
 ) -> LossRecord:
@@ -149,4 +140,4 @@ def make_loss_record(
     """
     if device.type == "cpu":
         return LossRecord(on_nonfinite, on_minibatch)
-    return LateLossRecord(on_nonfinite, on_minibatch, _PinnedCopier())
+    return LateLossRecord(on_nonfinite, on_minibatch, LossCopier())

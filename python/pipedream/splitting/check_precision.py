@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.model.boundary import map_tensors, tensors_of
-from pipedream.model.initial_weights import free_host_bytes
+from pipedream.model.initial_weights import NUM_COPIES, free_host_bytes
 from pipedream.model.references import places_of, tensors_carried_by
 
 __all__ = ["NotInFloat64Error", "PrecisionSeen", "as_float64", "fits_in_float64", "in_float64"]
 
-# The check needs the memory of this many copies of the parameters: values, gradients of the whole model and
-# of the cut model, gradients that are being computed, and activations.
-_NUM_COPIES = 8
 # Compute capabilities of GPUs whose float64 is half as fast as their float32: P100, V100, A100, H100, B200.
 # On other GPUs float64 is 32 or 64 times slower.
 _WITH_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
@@ -54,7 +51,7 @@ class PrecisionSeen(TorchDispatchMode):
 def fits_in_float64(roots: Sequence[tuple[str, nn.Module]], device: torch.device) -> bool:
     """Whether the device has the memory for a check in float64, and is not many times slower in float64."""
     tensors = {id(t): t for _, root in roots for t in (*root.parameters(), *root.buffers())}
-    needed_bytes = _NUM_COPIES * 8 * sum(tensor.numel() for tensor in tensors.values())
+    needed_bytes = NUM_COPIES * 8 * sum(tensor.numel() for tensor in tensors.values())
     if device.type == "cpu":
         return needed_bytes <= free_host_bytes()
     return (

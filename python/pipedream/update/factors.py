@@ -18,7 +18,7 @@ same one. Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -219,12 +219,7 @@ class FactorExchange:
                     " microbatch had not shown: leave 'factors' out of the codec of pushes"
                 )
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> contextlib.AbstractContextManager[None]:
         """Makes the layers compute factors inside the context. Afterwards the layers compute gradients as the
         user wrote them."""
-        self._layers.install()
-        try:
-            yield
-        finally:
-            self._layers.remove()
+        return self._layers.installed()
