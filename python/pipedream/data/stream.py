@@ -423,9 +423,9 @@ class ReceivedStream:
     """Minibatches that the caller forwards.
 
     receive_inputs, receive_targets: functions that return the next (tensors, fingerprint) of a channel, or
-    None at the channel's end. Each is None if the stage does not read the channel. read_larger: function that
-    is called at the end. It returns the description of the data that follow a larger minibatch, or None if
-    all data are over.
+    None at the channel's end. Each is None if the stage does not read the channel, or if the channel is not
+    open yet. read_larger: function that is called at the end. It returns the description of the data that
+    follow a larger minibatch, or None if all data are over.
     """
 
     def __init__(
@@ -479,21 +479,6 @@ class ReceivedStream:
         if num_pieces > 0:
             values = [None if value is None else Microbatches(value[:num_pieces]) for value in values]
         return Minibatch(values[0], values[1], epoch, num_samples if num_samples >= 0 else None, taken)
-
-
-def stream_of(
-    data: Iterable[Any] | ForwardedData,
-    *,
-    epochs: int,
-    generators: RngStream | None = None,
-    notes_positions: bool = False,
-) -> DataStream | ReceivedStream:
-    """Returns the stream for the data that a worker was given. A stream of forwarded data yields only its
-    first minibatch until the channels are open. The arguments are those of DataStream.
-    """
-    if isinstance(data, ForwardedData):
-        return ReceivedStream(data, None, None)
-    return DataStream(data, epochs=epochs, generators=generators, notes_positions=notes_positions)
 
 
 def forwarded_counts(batch: Minibatch) -> torch.Tensor:

@@ -40,7 +40,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 def make_masters(named: NamedParameters) -> list[nn.Parameter]:
     """Returns parameters for an optimizer. They share the memory and attributes of the named parameters."""
-    return [_make_master(parameter) for _, parameter in named]
+    return [parameter_like(parameter, parameter.data) for _, parameter in named]
 
 
 def parameter_like(original: nn.Parameter, content: Tensor, *, requires_grad: bool = True) -> nn.Parameter:
@@ -62,7 +62,11 @@ def build_optimizer(
     where: "stage 1", for errors. Raises ValueError or TypeError if the factory raises one of these, and
     PipelineError if it raises anything else. Refuses a result that cannot train.
     """
-    given = list(zip(names, parameters, strict=True)) if _wants_names(factory) else parameters
+    given = (
+        list(zip(names, parameters, strict=True))
+        if _arguments(factory)[:1] == ["named_parameters"]
+        else parameters
+    )
     try:
         optimizer = factory(given)
     except Exception as error:
@@ -171,16 +175,8 @@ def _raise_named(argument: str, where: str, error: Exception) -> NoReturn:
     raise kind(f"{argument}(...) of {where} raised {describe_error(error)}") from error
 
 
-def _wants_names(factory: Callable[..., Any]) -> bool:
-    return _arguments(factory)[:1] == ["named_parameters"]
-
-
 def _arguments(factory: Callable[..., Any]) -> list[str]:
     try:
         return list(inspect.signature(factory).parameters)
     except (TypeError, ValueError):  # no signature to be had: a builtin
         return []
-
-
-def _make_master(parameter: nn.Parameter) -> nn.Parameter:
-    return parameter_like(parameter, parameter.data)

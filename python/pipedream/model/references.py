@@ -15,7 +15,6 @@ import functools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,21 +43,25 @@ _CONTAINERS = {dict, OrderedDict, set, frozenset, list, tuple, deque}
 _TABLES = {"_parameters", "_buffers", "_modules"}
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A place that holds a tensor."""
+class Place(NamedTuple):
+    """A place that holds an object, such as a tensor."""
 
+    value: Any
     path: str
-    tensor: Tensor
-    container: Any
-    """The object for which container[key] is the tensor, or a tuple or partial that contains the tensor.
-    None: the place cannot be written.
+    container: Any = None
+    """The object for which container[key] is the value, or a tuple or partial that contains the value. None:
+    the place cannot be written.
     """
-    key: Any
-    held: Any
+    key: Any = None
+    held: Any = None
     """The present value of container[key]."""
-    is_outside: bool
+    is_outside: bool = False
     """Whether the place is inside a module that no root has registered."""
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor: Tensor = self.value
+        return tensor
 
     @property
     def where(self) -> tuple[int, Any]:
@@ -69,6 +72,18 @@ class Place:
     def filled(self, replace: Callable[[Tensor], Tensor]) -> Any:
         """Returns the value of container[key] with each of its tensors replaced by replace(tensor)."""
         return _replaced(self.held, replace)
+
+    def entry(self, path: str, container: Any, key: Any, value: Any) -> Place:
+        return Place(value, path, container, key, value, self.is_outside)
+
+    def part(self, path: str, value: Any) -> Place:
+        """Returns the place of a part of an immutable value. To change the part, the whole value must be
+        replaced by a new value.
+        """
+        return Place(value, path, self.container, self.key, self.held, self.is_outside)
+
+    def fixed(self, path: str, value: Any) -> Place:
+        return Place(value, path, is_outside=self.is_outside)
 
 
 class ByteSpan(NamedTuple):
@@ -101,20 +116,22 @@ def places_of(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
     """
     roots = list(roots)
     registered = {id(module) for _, root in roots for module in root.modules()}
-    return _places([_Found(root, path) for path, root in roots], registered, with_globals=False)
+    places = _walk([Place(root, path) for path, root in roots], registered, with_globals=False)
+    return (place for place in places if isinstance(place.value, Tensor))
 
 
 def tensors_carried_by(name: str, function: Any) -> list[tuple[str, Tensor]]:
     """Returns (path, tensor) for each tensor that a function or object can reach: through attributes,
     arguments, closures, and the global names that its code reads.
     """
-    places = _places([_Found(function, name)], set(), with_globals=True)
-    return list({id(place.tensor): (place.path, place.tensor) for place in places}.values())
+    places = _walk([Place(function, name)], set(), with_globals=True)
+    tensors = (place for place in places if isinstance(place.value, Tensor))
+    return list({id(place.tensor): (place.path, place.tensor) for place in tensors}.values())
 
 
 def modules_carried_by(function: Any) -> list[nn.Module]:
     """Returns the modules that a function or object can reach."""
-    found = _walk([_Found(function, "")], set(), with_globals=True)
+    found = _walk([Place(function, "")], set(), with_globals=True)
     return [entry.value for entry in found if isinstance(entry.value, nn.Module)]
 
 
@@ -122,7 +139,7 @@ def objects_carried_by(name: str, function: Any) -> list[tuple[str, Any]]:
     """Returns (path, object) for modules and other objects that a function or object holds, but not through
     global names. Tensors and containers are left out.
     """
-    found = _walk([_Found(function, name)], set(), with_globals=False)
+    found = _walk([Place(function, name)], set(), with_globals=False)
     others = (Tensor, dict, list, tuple, set, frozenset, deque, type, types.ModuleType)
     return [(entry.path, entry.value) for entry in found if not isinstance(entry.value, others)]
 
@@ -196,29 +213,6 @@ def frozen_meanwhile(name: str) -> ValueError:
 # The walk.
 
 
-class _Found(NamedTuple):
-    """An object, and the place that holds it."""
-
-    value: Any
-    path: str
-    container: Any = None
-    key: Any = None
-    held: Any = None
-    is_outside: bool = False
-
-    def entry(self, path: str, container: Any, key: Any, value: Any) -> _Found:
-        return _Found(value, path, container, key, value, self.is_outside)
-
-    def part(self, path: str, value: Any) -> _Found:
-        """Returns an entry for a part of an immutable value. To change the part, the whole value must be
-        replaced by a new value.
-        """
-        return _Found(value, path, self.container, self.key, self.held, self.is_outside)
-
-    def fixed(self, path: str, value: Any) -> _Found:
-        return _Found(value, path, is_outside=self.is_outside)
-
-
 class _Attributes:
     """Gives an object's attributes the interface of a container."""
 
@@ -232,13 +226,7 @@ class _Attributes:
         setattr(self.target, name, value)
 
 
-def _places(roots: list[_Found], registered: set[int], *, with_globals: bool) -> Iterator[Place]:
-    for found in _walk(roots, registered, with_globals=with_globals):
-        if isinstance(found.value, Tensor):
-            yield Place(found.path, found.value, found.container, found.key, found.held, found.is_outside)
-
-
-def _walk(roots: list[_Found], registered: set[int], *, with_globals: bool) -> Iterator[_Found]:
+def _walk(roots: list[Place], registered: set[int], *, with_globals: bool) -> Iterator[Place]:
     """Yields every object once. Tensors, tuples and partials are yielded at each of their places."""
     seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
     pending = roots[::-1]
@@ -253,12 +241,12 @@ def _walk(roots: list[_Found], registered: set[int], *, with_globals: bool) -> I
                 continue
             seen[id(value)] = value
             if isinstance(value, nn.Module) and id(value) not in registered:
-                found = _Found(value, found.path, is_outside=True)
+                found = Place(value, found.path, is_outside=True)
             yield found
             pending += list(_inside(found, with_globals=with_globals))[::-1]
 
 
-def _inside(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
+def _inside(found: Place, *, with_globals: bool) -> Iterator[Place]:
     value, path = found.value, found.path
     if isinstance(value, nn.Module):
         yield from _inside_module(found)
@@ -296,7 +284,7 @@ def _inside(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
         yield from _inside_object(found)
 
 
-def _inside_module(found: _Found) -> Iterator[_Found]:
+def _inside_module(found: Place) -> Iterator[Place]:
     module, path = found.value, found.path
     own = vars(module)
     for table in (module._parameters, module._buffers):
@@ -318,7 +306,7 @@ def _holds_nothing(value: Any) -> bool:
     return type(value) in _ATOMS or (type(value) in _CONTAINERS and not value)
 
 
-def _inside_function(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
+def _inside_function(found: Place, *, with_globals: bool) -> Iterator[Place]:
     function, path = found.value, found.path
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
@@ -335,7 +323,7 @@ def _inside_function(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
                 yield found.fixed(f"{path} (the global {name})", value)
 
 
-def _inside_object(found: _Found) -> Iterator[_Found]:
+def _inside_object(found: Place) -> Iterator[Place]:
     # Bypasses the object's own look-up, which may run code or raise for a missing attribute.
     target, path = found.value, found.path
     with contextlib.suppress(AttributeError):

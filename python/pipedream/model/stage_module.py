@@ -74,7 +74,7 @@ class StageModule(nn.Module):
         the state_dict.
         """
         unique: dict[int, tuple[str, torch.Tensor]] = {}
-        for prefix, layer in zip(self._prefixes, self.layers, strict=True):
+        for prefix, layer in self.roots():
             for name, buffer in layer.named_buffers():
                 unique.setdefault(id(buffer), (prefix + name, buffer))
         return list(unique.values())
@@ -129,7 +129,7 @@ class StageModule(nn.Module):
 
     def _unique_parameters(self) -> list[tuple[str, nn.Parameter]]:
         unique: dict[int, tuple[str, nn.Parameter]] = {}
-        for prefix, layer in zip(self._prefixes, self.layers, strict=True):
+        for prefix, layer in self.roots():
             for name, parameter in layer.named_parameters():
                 unique.setdefault(id(parameter), (prefix + name, parameter))
         return list(unique.values())

@@ -58,23 +58,21 @@ def exchange(tensor: Tensor, content: Tensor) -> Tensor:
     return content
 
 
-@contextlib.contextmanager
-def poisoned(tensors: Iterable[Tensor], device: torch.device, read: Iterable[Tensor] = ()) -> Iterator[None]:
+def poisoned(
+    tensors: Iterable[Tensor], device: torch.device, read: Iterable[Tensor] = ()
+) -> contextlib.AbstractContextManager[None]:
     """In the with block, the tensors contain poison on the device: one element, expanded to the tensor's
     shape. read: the tensors that get memory for all of their elements.
     """
     in_memory = {id(tensor) for tensor in read}
-    with _exchanged(tensors, functools.partial(_poison_like, device=device, in_memory=in_memory)):
-        yield
+    return _exchanged(tensors, functools.partial(_poison_like, device=device, in_memory=in_memory))
 
 
-@contextlib.contextmanager
-def zeroed(tensors: Iterable[Tensor]) -> Iterator[None]:
+def zeroed(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
     """In the with block, the tensors are zeros in the host's address space, which take no memory until they
     are written.
     """
-    with _exchanged(tensors, _zeros_like):
-        yield
+    return _exchanged(tensors, _zeros_like)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.model.boundary import tensors_of
 from pipedream.model.calls import calls_seen, is_compiled, module_names, visible_modules
+from pipedream.model.seeding import TorchState
 from pipedream.model.structure import Structure, rebuilt, taken_apart
 
 __all__ = [
@@ -342,12 +343,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         seeded = torch.Tag.nondeterministic_seeded in func.tags
-        before = _generators(args) if seeded else None
+        before = TorchState.capture() if seeded else None
         given = tuple({self.version_of(tensor): None for tensor in tensors_of((args, kwargs))})
         reads = () if func._schema.name in _BLIND else given
         output = func(*args, **kwargs)
         self._note_sizes(func, args, given, output)
-        draws = seeded and not _same(before, _generators(args))
+        draws = before is not None and not before.equals(TorchState.capture())
         self._note(func, args, kwargs, reads, output, draws=draws)
         return output
 
@@ -435,16 +436,6 @@ def _constant(value: Any) -> Any:
 
 def _saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _generators(args: tuple[Any, ...]) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    devices = {tensor.device for tensor in tensors_of(args) if tensor.device.type == "cuda"}
-    return states + [torch.cuda.get_rng_state(device) for device in devices]
-
-
-def _same(before: list[Tensor] | None, after: list[Tensor]) -> bool:
-    return before is not None and all(map(torch.equal, before, after))
 
 
 AS_LONG_AS_FIRST = {

@@ -13,7 +13,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TextIO
 
@@ -33,20 +32,11 @@ _RATE_WINDOW_S = 10.0
 _DELAY_WIDTH_MIN = 110  # columns of a terminal from which there is room for the delay
 
 
-@dataclass(frozen=True)
-class _State:
-    """The figures that are shown, of the newest minibatch that is done."""
-
-    minibatch: int
-    epoch: int
-    loss: float
-    samples_per_s: float
-
-
 class _Display(Protocol):
     period_s: float
 
-    def show(self, state: _State) -> None: ...
+    def show(self, minibatch: int, epoch: int, loss: float, samples_per_s: float) -> None:
+        """Shows figures of the newest minibatch that is done."""
 
     def note(self, text: str) -> None:
         """Prints a line that stays."""
@@ -120,9 +110,8 @@ class RunProgress:
 
     def _show(self, display: _Display, now_s: float) -> None:
         assert self._newest is not None
-        minibatch, epoch, loss = self._newest
-        self._newest = None
-        display.show(_State(minibatch, epoch, loss, self._rate(now_s)))
+        newest, self._newest = self._newest, None
+        display.show(*newest, self._rate(now_s))
 
     def _rate(self, now_s: float) -> float:
         """Samples per second over the latest _RATE_WINDOW_S seconds."""
@@ -178,10 +167,10 @@ class _Lines:
         self._of_all = "" if num_minibatches is None else f"/{num_minibatches}"
         self._num_epochs = num_epochs
 
-    def show(self, state: _State) -> None:
+    def show(self, minibatch: int, epoch: int, loss: float, samples_per_s: float) -> None:
         print(
-            f"epoch {state.epoch + 1}/{self._num_epochs}, minibatch {state.minibatch + 1}{self._of_all},"
-            f" loss {format_figure(state.loss)}, {format_figure(state.samples_per_s)} samples/s",
+            f"epoch {epoch + 1}/{self._num_epochs}, minibatch {minibatch + 1}{self._of_all},"
+            f" loss {format_figure(loss)}, {format_figure(samples_per_s)} samples/s",
             file=self._file,
             flush=True,
         )
@@ -223,14 +212,12 @@ class _Bar:
         self._task = self._progress.add_task("", total=num_minibatches, epoch=f"1/{num_epochs}", status="")
         self._progress.start()
 
-    def show(self, state: _State) -> None:
-        status = (
-            f"loss {format_figure(state.loss)}  {format_figure(state.samples_per_s)} samples/s{self._delay}"
-        )
+    def show(self, minibatch: int, epoch: int, loss: float, samples_per_s: float) -> None:
+        status = f"loss {format_figure(loss)}  {format_figure(samples_per_s)} samples/s{self._delay}"
         self._progress.update(
             self._task,
-            completed=state.minibatch + 1,
-            epoch=f"{state.epoch + 1}/{self._num_epochs}",
+            completed=minibatch + 1,
+            epoch=f"{epoch + 1}/{self._num_epochs}",
             status=status,
             refresh=True,
         )

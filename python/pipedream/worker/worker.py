@@ -30,7 +30,7 @@ from pipedream.callbacks.steering import Steering
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards, describe_error, position_kept, raise_failure
 from pipedream.data.minibatch_source import MinibatchSource
-from pipedream.data.stream import ForwardedData, stream_of
+from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.links.residuals import Residuals, from_names
 from pipedream.model.layers import Model
 from pipedream.model.loss_state import LossState, loss_on
@@ -154,12 +154,13 @@ class _Worker:
         rendezvous.join(options.links.peer_timeout_s)
         rendezvous.enter("agreeing on the plan")
         run, generators = agree(self._place, options, model)
-        stream = stream_of(
-            data,
-            epochs=options.epochs,
-            generators=generators,
-            notes_positions=options.checkpoints is not None,
-        )
+        if isinstance(data, ForwardedData):
+            stream: MinibatchStream = ReceivedStream(data, None, None)  # until the channels are open
+        else:
+            notes_positions = options.checkpoints is not None
+            stream = DataStream(
+                data, epochs=options.epochs, generators=generators, notes_positions=notes_positions
+            )
         source = MinibatchSource(stream, run.first_minibatch)
         part = OwnPart(run, device)
         loss_placed = contextlib.ExitStack()
