@@ -36,7 +36,6 @@ class Trainer:
         *,
         tied: set[int],
         device: torch.device,
-        num_microbatches: int,
         weight_fn: Callable[[Any], Any] | None,
         across_cut: CutFunction | None,
         max_grad_norm: float | None,
@@ -51,7 +50,7 @@ class Trainer:
         self._versions = versions
         self._tied = tied
         self._device = device
-        self._num_microbatches = num_microbatches
+        self._num_microbatches = versions.num_microbatches
         self._weight_fn = weight_fn
         self._ignored_labels = IgnoredLabels()
         self._across_cut = across_cut

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipedream.common.checks import check_choice
 from pipedream.model.batches import call_model, own_loss, parts_of
@@ -174,7 +174,6 @@ def run(
             versions,
             tied={id(tie.parameter) for tie in ties},
             device=device,
-            num_microbatches=microbatches,
             weight_fn=weight_fn,
             across_cut=across_cut,
             max_grad_norm=max_grad_norm,
@@ -184,10 +183,10 @@ def run(
         evaluated = _EvaluatedTraining(layered, modules, validation, loss_fn, weight_fn, device, dtype)
         batches = _read_from(generators, _minibatches(data, epochs, evaluated.epochs))
         if isinstance(trainer, AsynchronousTrainer):
-            owned = [_owned_parameters(module, ties) for module in modules]
             make_updater = functools.partial(Updater, optimizer=optimizer, lr_scheduler=lr_scheduler)
+            owned = [_owned_parameters(module, ties) for module in modules]
             losses = _train_asynchronously(
-                trainer, list(batches), owned, make_updater, versions, update_orders
+                trainer, list(batches), owned, make_updater, versions, update_orders or ()
             )
         else:
             losses = evaluated.train(trainer, batches)
@@ -250,22 +249,49 @@ class _EvaluatedTraining:
         draws = [module.draws for module in self._modules]
         for module in self._modules:
             module.draws = None
-        roots = [root for module in self._modules for _, root in module.roots()]
         with autocast_region(self._device.type, self._dtype):
-            figures = _figures_of(
-                roots, self._run, self._validation, self._loss_fn, self._weight_fn, self._device
-            )
+            figures = self._figures(self._validation)
         for module, draw in zip(self._modules, draws, strict=True):
             module.draws = draw
         self.results.append((boundary, figures))
 
-    def _run(self, inputs: Any) -> Any:
+    def _figures(self, validation: Validation) -> dict[str, float]:
+        """Evaluates the validation data."""
+        roots = (root for module in self._modules for _, root in module.roots())
+        modules = [module for root in roots for module in root.modules()]
+        losses: list[tuple[float, float]] = []
+        sums: dict[str, list[tuple[float, float]]] = {name: [] for name in validation.metrics}
+        with generators_kept(), torch.no_grad(), contextlib.ExitStack() as after:
+            for module in modules:
+                after.callback(setattr, module, "training", module.training)
+                module.training = False
+            buffers = [
+                (buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)
+            ]
+            for index, batch in enumerate(validation.data):
+                inputs, targets = (
+                    to_device(part, self._device, copy=True) for part in parts_of(batch, index)
+                )
+                output = self._run(validation, inputs)
+                count = samples_of(inputs, targets) or 1
+                weight = float(count if self._weight_fn is None else self._weight_fn(targets))
+                if weight:
+                    losses.append((self._loss_fn(output, targets).item(), weight))
+                for name, metric in validation.metrics.items():
+                    value, number = metric(output, targets)
+                    sums[name].append((float(value), float(number)))
+            for buffer, content in buffers:
+                buffer.copy_(content)
+        return {"loss": _mean([(loss * weight, weight) for loss, weight in losses])} | {
+            name: _mean(pairs) for name, pairs in sums.items()
+        }
+
+    def _run(self, validation: Validation, inputs: Any) -> Any:
         """Runs the whole model, by its own code or layer by layer."""
-        assert self._validation is not None
         if isinstance(self._model, CutModel):
-            return (self._validation.forward or call_model)(self._model.module, inputs)
-        if self._validation.forward is not None:
-            return self._validation.forward(self._model, inputs)
+            return (validation.forward or call_model)(self._model.module, inputs)
+        if validation.forward is not None:
+            return validation.forward(self._model, inputs)
         for module in self._modules:
             inputs = module(inputs)
         return inputs
@@ -329,14 +355,12 @@ def _train_asynchronously(
     owned: Sequence[list[tuple[str, nn.Parameter]]],
     make_updater: Callable[..., Updater],
     versions: Versions,
-    orders: Sequence[Sequence[UpdateOrder]] | None,
+    orders: Sequence[Sequence[UpdateOrder]],
 ) -> list[float]:
     """Trains with asynchronous shards. owned: the parameters that each stage updates."""
     weights = [
         AsynchronousWeights(parameters, make_updater, versions, stage_index, order, len(batches))
-        for stage_index, (parameters, order) in enumerate(
-            zip(owned, orders or [[]] * len(owned), strict=True)
-        )
+        for stage_index, (parameters, order) in enumerate(zip(owned, orders, strict=True))
     ]
     return trainer.train_all(batches, weights)
 
@@ -461,36 +485,6 @@ def _evaluated_boundaries(every: str | int, epochs: Sequence[int], group: int) -
     return found | ({num_minibatches} if is_at_end else set())
 
 
-def _figures_of(
-    roots: Iterable[nn.Module],
-    run: Callable[[Any], Any],
-    validation: Validation,
-    loss_fn: Callable[[Any, Any], Tensor],
-    weight_fn: Callable[[Any], Any] | None,
-    device: torch.device,
-) -> dict[str, float]:
-    """Evaluates the validation data. roots: the modules of all stages. run: runs the whole model."""
-    modules = [module for root in roots for module in root.modules()]
-    losses: list[tuple[float, float]] = []
-    sums: dict[str, list[tuple[float, float]]] = {name: [] for name in validation.metrics}
-    with generators_kept(), torch.no_grad(), contextlib.ExitStack() as after:
-        for module in modules:
-            after.callback(setattr, module, "training", module.training)
-            module.training = False
-        buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
-        for index, batch in enumerate(validation.data):
-            inputs, targets = (to_device(part, device, copy=True) for part in parts_of(batch, index))
-            output = run(inputs)
-            count = samples_of(inputs, targets) or 1
-            weight = float(count if weight_fn is None else weight_fn(targets))
-            if weight:
-                losses.append((loss_fn(output, targets).item(), weight))
-            for name, metric in validation.metrics.items():
-                value, number = metric(output, targets)
-                sums[name].append((float(value), float(number)))
-        for buffer, content in buffers:
-            buffer.copy_(content)
-    figures = {"loss": sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses)}
-    for name, pairs in sums.items():
-        figures[name] = sum(value for value, _ in pairs) / sum(number for _, number in pairs)
-    return figures
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    """Returns the sum of the first numbers over the sum of the second numbers."""
+    return sum(value for value, _ in pairs) / sum(number for _, number in pairs)
