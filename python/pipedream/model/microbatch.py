@@ -15,7 +15,6 @@ from pipedream.model.boundary import map_tensors, replaced, tensors_of
 __all__ = [
     "batch_size_of",
     "check_alike",
-    "check_enough",
     "chunk",
     "counts_of",
     "filled_up",
@@ -193,7 +192,11 @@ def chunk(
             f"each of them the samples in dimension 0, or 1 where all microbatches share it, or use "
             f"microbatches=1"
         )
-    check_enough(sizes[0], num_microbatches, name=name, minibatch=minibatch)
+    if sizes[0] == 0:
+        raise ValueError(
+            f"minibatch {minibatch}: no samples in {name}, which cannot be cut into microbatches="
+            f"{num_microbatches}: leave it out, or use microbatches=1"
+        )
     pieces: dict[int, Sequence[Any]] = {
         key: torch.chunk(tensor, num_microbatches)
         for key, tensor in cut.items()
@@ -216,17 +219,6 @@ def _without(value: Any, lists: dict[int, Sequence[Any]]) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_without(item, lists) for item in value)
     return {key: _without(item, lists) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, minibatch: int | str) -> None:
-    """Raises ValueError if a minibatch of 0 samples is to be cut into several microbatches. A short last
-    minibatch may have fewer samples than microbatches: some microbatches are then empty.
-    """
-    if num_samples == 0 and num_microbatches > 1:
-        raise ValueError(
-            f"minibatch {minibatch}: no samples in {name}, which cannot be cut into microbatches="
-            f"{num_microbatches}: leave it out, or use microbatches=1"
-        )
 
 
 def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: int | str) -> None:

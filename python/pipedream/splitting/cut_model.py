@@ -29,7 +29,7 @@ from pipedream.model.layers import CutForward, Model, check_parameters, is_list_
 from pipedream.model.loss_state import call_loss, loss_on, spare_loss
 from pipedream.model.precision import autocast_region, casts_not_kept
 from pipedream.model.seeding import RngState
-from pipedream.model.trace import Trace, record
+from pipedream.model.trace import record
 from pipedream.model.untouched import untouched
 from pipedream.splitting.crossing import Fillers
 from pipedream.splitting.cuts import Cut, Cuts
@@ -221,36 +221,7 @@ def cut_model(
     Raises ValueError for parameters that cannot be trained, and any error that the model or the loss raises.
     """
     check_parameters(model)
-    counts: list[str] = []
-    losses: list[float] = []
-    inputs, targets = first_microbatch(inputs), first_microbatch(targets)
-    with traceable(model, weights):
-        trace = _trace(model, inputs, targets, loss_fn, autocast, counts, losses, call, needs_outputs)
-    draws = sites_of_trace(trace, model)
-    return CutModel(model, Cuts(trace), counts, losses[0] if losses else None, draws, call)
-
-
-def _trace(
-    model: nn.Module,
-    inputs: Any,
-    targets: Any,
-    loss_fn: Callable[[Any, Any], Tensor],
-    autocast: torch.dtype | None,
-    counts: list[str],
-    losses: list[float],
-    call: Callable[[nn.Module, Any], Any],
-    needs_outputs: bool,
-) -> Trace:
-    """Records the trace. counts: is filled with the values of CutModel.counts. losses: the loss is appended,
-    unless the forward drew random numbers.
-    """
-    device = device_of([model])
-    loss_fn = spare_loss(loss_fn, [model])
-    # Clones the inputs, because a first layer that works in place would change the caller's data. Clones the
-    # targets separately, even if they are the inputs. Otherwise the loss would seem to read inputs that must
-    # cross the cuts. The last stage has the targets anyway.
-    given = map_tensors(lambda tensor: tensor.detach().clone(), to_device(inputs, device))
-    wanted = map_tensors(lambda tensor: tensor.detach().clone(), to_device(targets, device))
+    made: list[Tensor] = []  # the loss
 
     def run(value: Any) -> Any:
         with autocast_region(device.type, autocast):
@@ -265,17 +236,24 @@ def _trace(
                 loss = loss + 0.0 * tensor.sum()
         return loss
 
-    made: list[Tensor] = []
-
-    kept, placed = untouched([model], loss_fn), loss_on(loss_fn, device)
-    with kept, placed, casts_not_kept(), torch.enable_grad():
-        before, generators = _numbers_kept(model), RngState.capture()
-        trace = record(model, given, run, make_loss)
-        after = _numbers_kept(model)
-        if RngState.capture().equals(generators):
-            losses.append(made[0].item())
-        counts += [name for name, value in before.items() if after.get(name) != value]
-        return trace
+    with traceable(model, weights):
+        device = device_of([model])
+        loss_fn = spare_loss(loss_fn, [model])
+        # Clones the inputs, because a first layer that works in place would change the caller's data. Clones
+        # the targets separately, even if they are the inputs. Otherwise the loss would seem to read inputs
+        # that must cross the cuts. The last stage has the targets anyway.
+        given, wanted = (
+            map_tensors(lambda tensor: tensor.detach().clone(), to_device(first_microbatch(part), device))
+            for part in (inputs, targets)
+        )
+        kept, placed = untouched([model], loss_fn), loss_on(loss_fn, device)
+        with kept, placed, casts_not_kept(), torch.enable_grad():
+            before, generators = _numbers_kept(model), RngState.capture()
+            trace = record(model, given, run, make_loss)
+            after = _numbers_kept(model)
+            loss = made[0].item() if RngState.capture().equals(generators) else None
+    counts = [name for name, value in before.items() if after.get(name) != value]
+    return CutModel(model, Cuts(trace), counts, loss, sites_of_trace(trace, model), call)
 
 
 def _numbers_kept(model: nn.Module) -> dict[str, float]:
