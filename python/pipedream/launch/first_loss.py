@@ -31,7 +31,7 @@ from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream, fingerprint
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device
-from pipedream.model.calls import is_compiled
+from pipedream.model.calls import uncompiled
 from pipedream.model.layers import Model, roots_of
 from pipedream.model.loss_state import call_loss, loss_on, spare_loss
 from pipedream.model.precision import autocast_region
@@ -176,7 +176,7 @@ class FirstLoss:
         with (
             untouched(self._roots(), loss_fn),
             loss_on(loss_fn, device),
-            _uncompiled(self._roots()),
+            uncompiled(self._roots()),
             torch.enable_grad(),
             saving,
         ):
@@ -230,11 +230,3 @@ def _call_layer(value: Any, layer: nn.Module) -> Any:
 
 def _forget(_: Any) -> Any:
     return None
-
-
-def _uncompiled(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-    """In the with block, modules run without compilation. The workers compile their own layers."""
-    if not any(is_compiled(module) for root in modules for module in root.modules()):
-        return contextlib.nullcontext()  # the next line imports the compiler, which takes seconds
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance

@@ -14,9 +14,10 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["CallHandler", "calls_seen", "is_compiled", "module_names", "visible_modules"]
+__all__ = ["CallHandler", "calls_seen", "is_compiled", "module_names", "uncompiled", "visible_modules"]
 
 CallHandler = Callable[[nn.Module, Callable[[], Any]], Any]
 """A function of (module, function that makes the call). The module's caller gets the function's result as the
@@ -36,6 +37,14 @@ def is_compiled(module: nn.Module) -> bool:
     while hasattr(call, _BEFORE):
         call = getattr(call, _BEFORE)
     return type(module).__name__ == "OptimizedModule" or call is not None
+
+
+def uncompiled(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which compiled modules run eagerly. Compiled code does not show its operations."""
+    if not any(is_compiled(module) for root in modules for module in root.modules()):
+        return contextlib.nullcontext()  # set_stance imports the compiler, which takes seconds
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

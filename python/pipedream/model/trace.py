@@ -26,7 +26,6 @@ well. The trace does not see a slice by a number that Python got from a tensor (
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.model.boundary import tensors_of
-from pipedream.model.calls import calls_seen, is_compiled, module_names, visible_modules
+from pipedream.model.calls import calls_seen, module_names, uncompiled, visible_modules
 from pipedream.model.seeding import TorchState
 from pipedream.model.structure import Structure, rebuilt, taken_apart
 
@@ -58,7 +57,6 @@ __all__ = [
     "Version",
     "data_sizes",
     "record",
-    "uncompiled",
 ]
 
 # Operations that use a tensor's shape and dtype, but not its contents.
@@ -232,7 +230,7 @@ def record(
     recorder = _Recorder(model)
     recorder.note_inputs(inputs)
     modules = [module for _, module in visible_modules(model)]
-    with uncompiled(model), calls_seen(modules, recorder.call), recorder:
+    with uncompiled([model]), calls_seen(modules, recorder.call), recorder:
         loss = make_loss(call_model(inputs))
     recorder.trace.loss = recorder.version_of(loss)
     return recorder.trace
@@ -408,14 +406,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 def _is_container(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
-
-
-def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which compiled modules run eagerly. Compiled code does not show its operations."""
-    if not any(map(is_compiled, model.modules())):
-        return contextlib.nullcontext()  # set_stance imports the compiler, which takes seconds
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def _has_storage(tensor: Tensor) -> bool:

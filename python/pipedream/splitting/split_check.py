@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from pipedream.common.errors import describe_error, one_line
 from pipedream.model.boundary import boundary_input, check_loss, device_of, map_tensors, tensors_of
-from pipedream.model.calls import calls_seen, module_names, visible_modules
+from pipedream.model.calls import calls_seen, module_names, uncompiled, visible_modules
 from pipedream.model.draws import SeenDraws, keyed_draws
 from pipedream.model.global_names import GlobalNames
 from pipedream.model.layers import Model, named_layers, roots_of
@@ -35,7 +35,7 @@ from pipedream.model.seeding import seed_torch
 from pipedream.model.stage_calls import leaves_of
 from pipedream.model.stage_module import StageModule
 from pipedream.model.structure import taken_apart
-from pipedream.model.trace import CallCounter, uncompiled
+from pipedream.model.trace import CallCounter
 from pipedream.model.untouched import Attributes, untouched
 from pipedream.splitting import crossing, span
 from pipedream.splitting.check_precision import (
@@ -100,10 +100,7 @@ def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) 
     roots = roots_of(model)
     modules = [module for _, module in roots]
     taken = [*minibatches[:NUM_CHECKED], *[minibatches[-1]] * NUM_CHECKED][:NUM_CHECKED]
-    with contextlib.ExitStack() as around:
-        around.enter_context(untouched(modules, loss_fn))
-        for module in modules:
-            around.enter_context(uncompiled(module))
+    with untouched(modules, loss_fn), uncompiled(modules):
         if fits_in_float64(roots, device_of(modules)):
             too_wide = contextlib.suppress(NotInFloat64Error, torch.OutOfMemoryError)
             with too_wide, in_float64(roots, loss_fn):
