@@ -117,18 +117,6 @@ class _Kept:
         return self.tensor
 
 
-@dataclass(frozen=True)
-class _InVersion:
-    """A saved view of a weight version, which may be on the device or at its home."""
-
-    versions: ResidentVersions
-    version: int
-    geometry: _Geometry
-
-    def unpack(self) -> Tensor:
-        return self.geometry.view(self.versions.device_slot(self.version))
-
-
 class _Memory:
     """One storage that a microbatch saves. It is on the device, at its home in host memory, or at both."""
 
@@ -154,17 +142,6 @@ class _Memory:
         if self._is_modified or (source is not None and source._version != self._version):
             raise _modified(self.flat)
         return self.flat
-
-
-@dataclass(frozen=True)
-class _Away:
-    """A saved view of a microbatch's storage."""
-
-    memory: _Memory
-    geometry: _Geometry
-
-    def unpack(self) -> Tensor:
-        return self.geometry.view(self.memory.content())
 
 
 @dataclass
@@ -205,7 +182,7 @@ class SavedTensors:
         return self._slot is not None
 
     def __enter__(self) -> None:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed.unpack())
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed())
         self._hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -239,15 +216,16 @@ class SavedTensors:
         self._stage.copies.wait(*self._come_in[-1:])  # the copies are in one stream
         self._come_in = []
 
-    def _pack(self, tensor: Tensor) -> _Kept | _InVersion | _Away:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Returns a function that gives the tensor back to the backward."""
         if not _is_plain(tensor, self._stage.device):
-            return _Kept.of(tensor)
-        versions = self._stage.versions
+            return _Kept.of(tensor).unpack
+        place, versions = _Geometry.of(tensor), self._stage.versions
         version = None if versions is None else versions.version_at(memory_of(tensor))
-        if versions is not None and version is not None:
-            return _InVersion(versions, version, _Geometry.of(tensor))
+        if versions is not None and version is not None:  # which may be at its home then
+            return lambda: place.view(versions.device_slot(version))
         memory = self._memory_for(tensor)
-        return _Kept.of(tensor) if memory is None else _Away(memory, _Geometry.of(tensor))
+        return _Kept.of(tensor).unpack if memory is None else lambda: place.view(memory.content())
 
     def _memory_for(self, tensor: Tensor) -> _Memory | None:
         """Returns the tensor's storage, whose copy to the host has begun; None if the storage stays on the
