@@ -15,7 +15,7 @@ from models import BATCH, CASES, CLASSES, SEQUENCE, WIDTH, Batch, Case, squared_
 from pipedream import Plan, partition
 from pipedream.profiling.microbatch_timing import product_ms_per_replica
 from pipedream.profiling.profiler import profile
-from pipedream.profiling.timed_passes import HostClock
+from pipedream.profiling.timed_passes import Clock as HostClock
 from pipedream.splitting.cut_model import cut_model
 from pipedream.splitting.splitter import split
 from torch import nn
@@ -707,15 +707,15 @@ def test_rows_count_once_that_a_checkpoint_computes_twice() -> None:
 
 
 def test_what_each_replica_adds_to_a_product_of_factors_is_measured() -> None:
-    class Clock(HostClock):
+    class Counted(HostClock):
         def finish_minibatch(self) -> list[float]:
             assert len(super().finish_minibatch()) == 3
             return [next(told), 99.0, 99.0]
 
     told = iter([20.0, 5.0])  # of four replicas' rows, of one's
-    assert product_ms_per_replica(torch.ones(2, 3), 4, Clock()) == 5.0
+    assert product_ms_per_replica(torch.ones(2, 3), 4, Counted()) == 5.0
     told = iter([4.0, 5.0])  # less than can be told from the noise
-    assert product_ms_per_replica(torch.ones(2, 3), 4, Clock()) == 0.0
+    assert product_ms_per_replica(torch.ones(2, 3), 4, Counted()) == 0.0
 
 
 class _Graph:
