@@ -218,7 +218,7 @@ def test_callbacks_ask_for_evaluations_and_checkpoints_at_a_stated_minibatch(
     farm: Farm, tmp_path: Path, training: Training, lead: int, is_local: bool
 ) -> None:
     wishes = {0: Decision(evaluate=True), 1: Decision(checkpoint=True, evaluate=True)}
-    checkpoints = pipedream.Checkpoints(tmp_path, every=100, keep=1)
+    checkpoints = pipedream.Checkpoints(tmp_path, every=100, keep=2)  # that of the decision, and the end
     if is_local:
         result, watching = _train_watched(training, wishes, checkpoints=checkpoints)
     else:
@@ -245,6 +245,37 @@ def test_callbacks_ask_for_evaluations_and_checkpoints_at_a_stated_minibatch(
     assert len(norms) == -(-24 // rounds) and all(norm > 0 for norm in norms)
     if training.schedule == "flush":
         assert norms == pytest.approx(_plain_norms(training), rel=1e-9)
+
+
+_PAGE = Path(__file__).resolve().parents[2] / "docs" / "callbacks.md"
+
+
+def _rising(outputs: Any, targets: Any) -> tuple[float, int]:
+    """A metric that is larger at each evaluation."""
+    _rising.calls += 1  # type: ignore[attr-defined]
+    return float(_rising.calls * len(targets)), len(targets)  # type: ignore[attr-defined]
+
+
+def _train_keeping_best(training: Training, **options: Any) -> float:
+    code = "class KeepBest(" + _PAGE.read_text().partition("class KeepBest(")[2].partition("```")[0]
+    names: dict[str, Any] = {"pipedream": pipedream}
+    exec(code, names)
+    _rising.calls = 0  # type: ignore[attr-defined]
+    held_out = pipedream.Validation(training.case.data(2, training.dtype), {"accuracy": _rising})
+    best = names["KeepBest"]()
+    train_in_pipeline(training, validation=held_out, callbacks=[best], **options)
+    return float(best.best)
+
+
+@pytest.mark.parametrize("schedule", ["flush", "pipedream"])
+def test_keep_best_of_the_docs_pins_the_best_though_it_is_the_last(
+    farm: Farm, tmp_path: Path, schedule: str
+) -> None:
+    training = replace(_TRAINING, schedule=schedule, epochs=2)
+    checkpoints = pipedream.Checkpoints(tmp_path, every=100)
+    best = farm.results(_train_keeping_best, training, checkpoints=checkpoints, num_ranks=2)[0]
+    assert best > 2
+    assert is_pinned(folder_of(tmp_path, 12))
 
 
 def _plain_norms(training: Training) -> list[float]:

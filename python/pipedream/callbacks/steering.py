@@ -260,12 +260,20 @@ class Steering:
 
     def end_with(self, result: Any) -> None:
         """Gives the callbacks all reports that are still missing, after a run with this RunResult. Their
-        answers are ignored."""
-        losses, sizes = result.losses, result.epoch_sizes
+        answers are ignored. Checkpoints come after evaluations, so that a callback can pin the last
+        checkpoint if the last evaluation is the best."""
+        if self.error is None:
+            self._tell_of_the_rest(result)
         self.tell_of_checkpoints()
         if self.error is not None:  # like every error that ends a run early
+            losses = result.losses
             self.error.losses, self.error.minibatch = losses, len(losses)  # type: ignore[attr-defined]
             return
+        self.end(EndReport(result, None))
+
+    def _tell_of_the_rest(self, result: Any) -> None:
+        """Tells the callbacks of all minibatches, epochs and evaluations that they have not heard of."""
+        losses, sizes = result.losses, result.epoch_sizes
         self._samples += [1] * (len(losses) - len(self._samples))
         ends = [sum(sizes[: epoch + 1]) for epoch in range(len(sizes))]
         left = [(epoch, end) for epoch, end in enumerate(ends) if epoch >= self._num_epochs]
@@ -277,8 +285,6 @@ class Steering:
             self._tell(len(losses), left, losses, evaluations, None, is_end=True)
         except Exception as error:
             self.error = error
-            return
-        self.end(EndReport(result, None))
 
     def end(self, report: EndReport) -> None:
         for callback in self._callbacks:

@@ -209,7 +209,9 @@ class WorkerLoop:
         planned = [] if validation is None else [Planned(EVALUATE, validation.every)]
         if checkpoints is not None:
             # Rank 0 decides when a checkpoint is due by time. At the end all replicas save.
-            planned.append(Planned(SNAPSHOT, "end" if checkpoints.seconds else checkpoints.every))
+            planned.append(Planned(SNAPSHOT, "end"))
+            if not checkpoints.seconds:
+                planned.append(Planned(SNAPSHOT, checkpoints.every))
         return planned
 
     def _boundary_listeners(self) -> list[BoundaryListener]:
