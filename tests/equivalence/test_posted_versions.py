@@ -87,8 +87,8 @@ def test_no_forward_mixes_versions_however_late_one_is(
 
 @pytest.mark.parametrize("case_name", ["mlp", "tied_apart"])
 def test_a_replica_may_read_versions_many_rounds_late(farm: Farm, case_name: str) -> None:
-    # A stage with replicas keeps several versions, so several pulled versions may wait for it. A channel once
-    # had only as many places as its own stage has minibatches in flight. It became full, and the run ended.
+    # A stage with replicas keeps several versions, so several pulled versions may wait for it. A channel
+    # with only as many places as its own stage has minibatches in flight would become full.
     training = _training(
         case_name, (1, 2), num_minibatches=31, short_last=False, schedule="vertical_sync", in_flight=(12, 1)
     )

@@ -38,7 +38,7 @@ def _core_with_channel() -> _core.Worker:
 
 
 def test_a_forked_child_leaves_the_worker_to_its_parent() -> None:
-    # A child once tried to end the parent's threads and sockets, and aborted.
+    # If the child tried to end the parent's threads and sockets, it would abort.
     cores = [_core.Worker(libzmq_path=find_libzmq(), shares_memory=True) for _ in range(2)]
     for core in cores:
         core.add_channel(
@@ -72,7 +72,7 @@ def test_a_forked_child_leaves_the_worker_to_its_parent() -> None:
     [(2, "cuda:3"), (8, "a device of DLPack type 8"), (13, "a device of DLPack type 13")],
 )
 def test_a_tensor_on_another_device_is_refused_with_its_place(device_type: int, where: str) -> None:
-    # The core once read such a tensor as if it were in the worker's own memory.
+    # Without the error the core would read such a tensor as if it were in the worker's own memory.
     core = _core_with_channel()
     tensors = [to_dlpack(torch.zeros(4)), _capsule(torch.zeros(4), device_type, 3)]
     with pytest.raises(ValueError) as caught:

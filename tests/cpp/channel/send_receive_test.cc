@@ -202,7 +202,7 @@ TEST_P(Channels, EndNeedsNoRoomAmongTheItems) {
 
 // On an asynchronous device an item is dropped while its reader's kernels are still enqueued. So the copy of
 // the next item into its slot waits. That item is dropped unread, and its staging buffer is needed until the
-// copy is done. The item after it once overwrote the buffer.
+// copy is done. The item after it must not overwrite the buffer.
 TEST_P(StagedChannels, StagingBufferIsKeptUntilItsCopyIsDoneThoughTheItemIsGone) {
   make_channels(one_tensor_spec(), {.num_slots = 1}, /*computes_apart=*/true);
   const std::unique_ptr<Memory> read_late = pinned(std::vector<std::byte>(3000));

@@ -358,8 +358,8 @@ TEST(ListedProgram, NamesWhatCannotRunWithItsLine) {
             std::string::npos);
 }
 
-// Each of these texts once left a minibatch without an update. Then a search for that update went on for
-// ever.
+// Each of these texts leaves a minibatch without an update. Without the error a search for that update would
+// never end.
 TEST(ListedProgram, NamesALineThatIsOutOfOrder) {
   const auto one_stage = [](const std::string& updated, const std::string& forwarded) {
     return refusal("worker 0\nbody every 1 minibatch\nFORWARD stage 0 minibatch " + forwarded +

@@ -165,7 +165,7 @@ TEST_P(DeviceWorkers, MemoryOfTheReceiverIsLetGoWhenTheSenderCloses) {
 }
 
 // The copy of the item and the call() after it are dropped, and no call of the device reports this. The
-// receiver once waited for ever, and its peer with it.
+// receiver must not wait for ever.
 TEST_P(DeviceWorkers, ErrorOfTheDeviceWhileAWorkerWaitsEndsItsWait) {
 #if !defined(PD_CUDA_STUB)
   if (GetParam() == "cuda") GTEST_SKIP() << "a GPU does not fail on demand";

@@ -102,7 +102,7 @@ TEST(ThreadTeam, ManyCallersShareItSafely) {
   for (std::thread& caller : callers) caller.join();
 }
 
-// The child once waited at its exit for threads that a fork does not copy.
+// A fork does not copy threads, so the child must not wait for them at its exit.
 TEST(ThreadTeam, AForkedChildRunsAllTasksByItselfAndExits) {
   times_run(ThreadTeam::of_process(), 3, 100);
   const pid_t child = ::fork();

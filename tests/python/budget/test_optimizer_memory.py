@@ -154,9 +154,8 @@ def test_a_step_of_the_users_own_is_not_tried_within_masters_either() -> None:
 def test_what_a_step_keeps_of_the_parameter_before_is_predicted(
     kind: type[torch.optim.Optimizer], shapes: list[tuple[int, ...]]
 ) -> None:
-    """A step was once tried with one parameter of each shape, so no parameter followed another of the same
-    shape. Of three temporary tensors of Adam's step only two were predicted.
-    """
+    """A step that is tried with one parameter of each shape would not show the memory for two neighbours of
+    the same shape: only two of the three temporary tensors of Adam's step."""
     made = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in shapes]
     measured = _measured_step_bytes(kind(made))  # type: ignore[call-arg]
     predicted = predict_step_bytes(kind(made), "cpu")  # type: ignore[call-arg]

@@ -217,8 +217,8 @@ class _NotesItsDevice(nn.Module):
 def test_a_stage_without_parameters_runs_on_the_workers_device_too(
     device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The device was once taken from the stage's parameters. A stage without parameters then ran with the
-    # autocast lists of the CPU.
+    # A stage may have no parameters from which its device could be taken. It must not run with the autocast
+    # lists of the CPU.
     @contextlib.contextmanager
     def region(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
         assert dtype is torch.bfloat16
@@ -306,8 +306,8 @@ def _device_has_failed(_: torch.device) -> None:
 
 
 def test_a_loss_that_needs_no_targets_is_rehearsed() -> None:
-    # Without targets the last stage was once rehearsed like a stage that is not the last. Its backward began
-    # at the outputs and not at the loss.
+    # Without targets the last stage must not be rehearsed like other stages, whose backward begins at the
+    # outputs and not at the loss.
     plan = Plan.straight(2, 2)
     stages = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan)
     _, (_, last) = rehearse(stages, torch.zeros(2, 4), None, lambda outputs, _: outputs.mean())

@@ -90,7 +90,8 @@ def test_any_reader_of_safetensors_reads_what_was_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", _FLOAT8, ids=str)
 def test_buffers_of_one_byte_have_means(dtype: torch.dtype) -> None:
-    """A run with replicas once ended with an error when it was over, because nothing adds such numbers."""
+    """A run with replicas takes means of buffers at its end. Numbers of one byte have no addition of their
+    own."""
     values = [torch.tensor([1.0, 2.0, scale]).to(dtype) for scale in (1.0, 7.0)]
     (mean,) = mean_buffers({"scale": values[0]}, [{"scale": values[1]}]).values()
     assert mean.dtype == dtype and mean.float().tolist() == [1.0, 2.0, 4.0]

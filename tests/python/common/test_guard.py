@@ -41,7 +41,8 @@ def _refusal() -> str:
 
 
 def test_a_run_within_another_is_refused_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two threads once trained for 21 s, and then one failed with KeyError: 'PIPEDREAM_RUN_FOLDER'.
+    # Without the error both threads would train for a while, and then one would fail, because they share
+    # environment variables of the run.
     begun, over = threading.Event(), threading.Event()
 
     def train(*_: object) -> Any:

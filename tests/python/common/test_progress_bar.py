@@ -6,7 +6,7 @@ from pipedream.common.progress_bar import TimedProgress
 
 
 def test_a_bar_of_seconds_fills_while_nothing_is_counted() -> None:
-    # If the minibatches took longer than the given seconds, the bar of a profile once showed 0/12 seconds
+    # The minibatches may take longer than the given seconds. The bar of a profile must not show 0/12 seconds
     # until the end.
     now_s = [100.0]
     progress = TimedProgress(get_time=lambda: now_s[0])

@@ -138,8 +138,8 @@ class _OverQueueDataset(_OverQueue, torch.utils.data.IterableDataset[int]):
 
 @pytest.mark.parametrize("is_loader", [False, True])
 def test_what_gives_each_minibatch_once_loses_none_to_a_look(is_loader: bool) -> None:
-    # run() once took the first minibatch out of such data when it looked at it. The training then began with
-    # the second or third minibatch.
+    # If a look took the first minibatch out of such data, the training would begin with the second or third
+    # minibatch.
     data: Iterable[int] = DataLoader(_OverQueueDataset(), batch_size=None) if is_loader else _OverQueue()
     looked = looked_at(data)
     assert looked_at(looked) is looked
@@ -180,7 +180,7 @@ def test_data_are_copied_once_for_the_first_look() -> None:
 def test_positions_that_an_iteration_shuffles_are_copied_and_other_tensors_not(
     indices: Any, is_sampler: bool
 ) -> None:
-    """A look at the first minibatch once shuffled arrays of positions, and copied a sampler's weights."""
+    """A look at the first minibatch must not shuffle arrays of positions, nor copy a sampler's weights."""
     shuffling = _Shuffling(indices)
     data: Any = DataLoader(range(5), batch_size=None, sampler=shuffling) if is_sampler else shuffling  # type: ignore[arg-type]
     assert int(first_of(data)) == int(first_of(data)) == 3

@@ -235,9 +235,8 @@ def _first_data(monkeypatch: pytest.MonkeyPatch, profile: Profile, data: list[An
 
 
 def test_batches_of_another_size_than_the_profile_s_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short last batch has fewer samples than the calibration has microbatches. It once ended the
-    calibration.
-    """
+    """A short last batch has fewer samples than the calibration has microbatches. It must not end the
+    calibration."""
     whole, short = ((torch.ones(count, 1), torch.ones(count, 1)) for count in (8, 1))
     for data, size in (([whole, whole, short], 8), ([short], 1)):
         given = _first_data(monkeypatch, _PROFILE, data)

@@ -112,8 +112,7 @@ def _exit_codes_of_children() -> tuple[int | None, int]:
 
 
 def test_what_a_batch_system_sends_to_all_processes_ends_neither_server_nor_worker() -> None:
-    # By SIGUSR1 Slurm announces that the time is nearly over. The signal once killed the workers, even if the
-    # script handled it.
+    # By SIGUSR1 Slurm announces that the time is nearly over. The signal must not kill the workers.
     fork_server._close_server()
     server_pid = _server_pid()
     os.kill(server_pid, signal.SIGUSR1)  # while it starts
@@ -267,7 +266,7 @@ def test_the_server_ends_with_the_process_that_started_it(how: str) -> None:
         check=False,
         text=True,
     )
-    # A Ctrl-C at the end of the process once showed a traceback of the server's end.
+    # The end of the fork server must show no traceback.
     assert (done.returncode, done.stderr) == (-signal.SIGKILL if how == "killed" else 0, "")
     pid = int(done.stdout)
     deadline_s = time.monotonic() + _BOUND_S

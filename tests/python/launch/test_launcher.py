@@ -95,7 +95,7 @@ class _StoppedError(Exception):
 
 @pytest.mark.parametrize("forwards", [False, True])
 def test_no_secret_key_is_in_a_file(monkeypatch: pytest.MonkeyPatch, forwards: bool) -> None:
-    # A killed caller once left the secret key in the folder of the run.
+    # If the caller is killed, the folder of the run stays. It must not have the secret key.
     files: dict[str, bytes] = {}
     tasks: list[Any] = []
     links: list[Any] = []

@@ -134,7 +134,7 @@ class _TwoWordsError(Exception):
 
 
 def test_what_cannot_be_made_again_from_what_is_sent_is_named(parts: Any) -> None:
-    """The run once ended, because a worker could not rebuild what the script had set."""
+    """A worker cannot rebuild MISSING. It must not be sent, because the worker would fail."""
     parts.MISSING = _TwoWordsError("one", "other")
     parts.CONFIG = {"rates": [1, 2], "scale": torch.ones(2), "table": np.ones(2), "of": parts.missing}
     captured = capture_script([parts.Layer()], None)

@@ -133,7 +133,7 @@ def test_after_its_links_are_open_a_rank_says_nothing_to_the_store(ranks: Ranks)
 def test_the_host_of_the_store_stays_until_the_others_have_heard_why(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Next the host's process ends, and the store ends with it. The other ranks once saw only a broken
+    # Next the host's process ends, and the store ends with it. The other ranks must not see only a broken
     # connection.
     host, other, done = (ranks.rank(rank, world_size=3, hosts=rank == 0) for rank in range(3))
     done.join(_TIMEOUT_S)
@@ -345,7 +345,7 @@ def test_a_store_on_loopback_is_of_no_use_to_other_machines(monkeypatch: pytest.
 
 
 def test_a_loopback_interface_that_is_down_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container without a network has no loopback interface. There torch's store once tried for more than a
+    """A container without a network has no loopback interface. There torch's store would try for more than a
     minute."""
 
     def connect(*_: Any, **__: Any) -> socket.socket:

@@ -454,7 +454,7 @@ def test_a_loss_that_is_no_scalar_is_refused(loss: Any, error: type[Exception], 
 def test_a_tensor_crosses_in_its_own_memory_with_the_strides_that_it_has(
     shape: tuple[int, ...], dims: tuple[int, ...]
 ) -> None:
-    """Only values once crossed, so that channels_last arrived row-major."""
+    """The order in memory crosses with the values. Otherwise channels_last would arrive row-major."""
     inverse = [dims.index(dim) for dim in range(4)]
     tensor = torch.randn([shape[dim] for dim in dims]).permute(inverse)
     boundary = Boundary.from_json(Boundary.of((tensor, torch.zeros(2))).to_json())

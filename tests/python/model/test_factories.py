@@ -195,8 +195,8 @@ class _NotDecayed(nn.Parameter):
 
 
 def test_parameter_groups_may_be_made_by_classes_and_marks_of_parameters() -> None:
-    """The optimizer once got plain parameters instead of the user's class. So parameters were decayed against
-    the user's wish."""
+    """The optimizer must get parameters of the user's class. Plain parameters would be decayed against the
+    user's wish."""
     layer = nn.Linear(3, 2)
     layer.bias = _NotDecayed(torch.zeros(2))
     layer.weight.rank = 1

@@ -177,8 +177,8 @@ _BOXES = [{"boxes": torch.zeros(count, 4), "labels": torch.zeros(count)} for cou
     ],
 )
 def test_a_list_with_an_entry_per_sample_is_cut(value: Any) -> None:
-    """A list with an entry per sample once went whole to every microbatch, or was cut along the channels of
-    its images. Then its entries were paired with other samples."""
+    """The list must not go whole to every microbatch, nor be cut along the channels of its images. Its
+    entries would then be paired with other samples."""
     assert _halves(value, 4) == [value[:2], value[2:]]
     (first, _), (second, _) = _halves((value, torch.zeros(4)), 4)
     assert (first, second) == (value[:2], value[2:])

@@ -126,7 +126,7 @@ def test_a_search_runs_none_of_the_users_code(keep: Any) -> None:
 
 
 def test_the_words_of_a_vocabulary_are_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A search once took 5 s for a dict of 200,000 words, and a run makes several searches.
+    # A search through every word of a dict of 200,000 words takes 5 s, and a run makes several searches.
     made = []
     monkeypatch.setattr(references, "Place", _noting(references.Place, made))
     words = [f"word {i}" for i in range(100)]

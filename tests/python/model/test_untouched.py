@@ -23,8 +23,8 @@ def _num_hooks(model: nn.Module) -> int:
 
 
 def test_hooks_that_a_forward_installs_are_gone_and_those_before_stay() -> None:
-    """The hooks once stayed, but the flag that says so was restored. The next forward installed the hooks
-    again. A Mixtral whose router logits they collect then had every value twice."""
+    """If the hooks stayed, but the flag that says so were restored, the next forward would install the hooks
+    again. A Mixtral whose router logits they collect would then have every value twice."""
     twin = TWINS["routed"]
     model, (inputs, _) = twin.model(), twin.data(1)[0]
     seen: list[str] = []
@@ -133,7 +133,7 @@ def test_what_a_forward_remembers_in_attributes_is_as_it_was() -> None:
 
 
 def test_a_flag_that_says_what_is_trained_is_as_it_was() -> None:
-    """A model that freezes a layer while it is profiled was once trained with that layer frozen."""
+    """A model may freeze a layer while it is profiled. The layer must not stay frozen in the training."""
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     with untouched([model]):
@@ -189,8 +189,7 @@ class _CountsInGlobals(nn.Module):
 
 
 def test_what_code_counts_in_global_names_is_as_it_was() -> None:
-    """A loss that grows with `global step` once began some steps too late: the trace and the rehearsal had
-    counted as steps."""
+    """A loss may grow with `global step`. The trace and the rehearsal must not count as steps."""
     model, value = _CountsInGlobals(), torch.ones(2)
     with untouched([model], _counting_loss):
         for _ in range(2):
@@ -227,8 +226,7 @@ class _CountsInObjects(nn.Module):
 
 
 def test_what_code_counts_in_global_objects_is_as_it_was() -> None:
-    """Trial runs once changed counts in objects and lists; only global numbers and entries of dicts were
-    restored."""
+    """Trial runs must not change counts in objects and lists."""
     model, value = _CountsInObjects(), torch.ones(2)
     with untouched([model]):
         assert model(model(value)).tolist() == [4.0, 4.0]

@@ -312,7 +312,7 @@ def test_no_codec_is_planned_as_ever(codec: Any) -> None:
 
 @pytest.mark.parametrize("codec", [{"pushes": "factor"}, {"push": "factors"}, {"activations": "bf16"}])
 def test_a_plan_file_of_another_codec_is_refused(tmp_path: Path, codec: dict[str, str]) -> None:
-    """A plan with such a codec was once simulated as if its replicas pushed factors."""
+    """Without the error, a plan with such a codec would be simulated as if its replicas pushed factors."""
     path = tmp_path / "plan.json"
     document = partition(_wide(), 2, 1e6, codec=FACTOR_CODEC, replicas=[2]).to_dict()
     path.write_text(json.dumps(document | {"codec": codec}))

@@ -235,8 +235,8 @@ def test_on_a_host_every_worker_has_the_whole_model_and_what_weights_travel_in()
 
 @pytest.mark.parametrize("device", [None, "CPU, 2 threads"])
 def test_what_codecs_keep_of_what_crosses_is_in_the_memory(device: str | None) -> None:
-    # A worker once needed more memory than planned, because encoded tensors and the residuals of codecs were
-    # not counted.
+    # Encoded tensors and the residuals of codecs must be counted. Otherwise a worker would need more memory
+    # than planned.
     profile = replace(_profile([(10, 1 << 20, 100, 100), (10, 0, 100, 100)]), device=device)
     asked: dict[str, Any] = {"boundaries": [0], "replicas": [1, 1], "memory": "1GiB"}
 

@@ -212,9 +212,8 @@ def test_a_plan_that_leaves_workers_idle_shares_cores_among_the_others_alone() -
 
 
 def test_one_worker_is_taken_where_waiting_for_what_varies_makes_two_as_slow() -> None:
-    """The search compares mean times. It once returned a plan for two workers, although one worker is faster
-    if the spread of items is counted.
-    """
+    """The search compares mean times, by which two workers are better. One worker is faster if the spread of
+    items is counted."""
     spread = dict.fromkeys(("FORWARD", "BACKWARD"), (0.25, 1.0, 1.75))
     costly = PositionCosts(ItemCost(2.4, 2.4), ItemCost(2.4, 2.4), 0.0)
     positions = {"only": _COSTS_NOTHING, "first": costly, "middle": costly, "last": costly}
@@ -381,7 +380,8 @@ def test_spares_and_replicas_update_their_own_shares() -> None:
 
 
 def test_of_many_workers_a_search_begins_at_some_counts_of_them() -> None:
-    """A search for 1,024 workers once solved the formulas 2,048 times before it scored its first plan."""
+    """If a search for 1,024 workers began with every count, it would solve the formulas 2,048 times before it
+    scores its first plan."""
     counts = plan_search._some_counts
     assert counts(5) == [1, 2, 3, 4, 5]
     assert counts(64) == list(range(1, 65))

@@ -127,8 +127,8 @@ def test_spares_are_planned_where_the_exchange_is_slowest() -> None:
 def test_stages_that_are_as_slow_as_each_other_get_spares_together(
     spare_workers: int, used: tuple[int, int]
 ) -> None:
-    """The first spare makes only one of two equally slow stages faster, and so not the plan. For this reason
-    no spare was once used at all.
+    """The first spare makes only one of two equally slow stages faster, and so not the plan. The search
+    must go on nevertheless.
     """
     how: dict[str, Any] = {"replicas": [3, 3], "boundaries": [0], "spare_workers": spare_workers}
     plan = partition(_profile(3.0, 40_000_000, 40_000_000), 6, _BYTES_PER_S, **how)

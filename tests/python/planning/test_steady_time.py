@@ -110,9 +110,8 @@ def test_durations_of_another_plan_are_refused() -> None:
 
 
 def test_norms_between_replicas_take_no_time_of_their_links() -> None:
-    """An exchange of norms once took as long as that of a shard. So runs with max_grad_norm and replicas were
-    predicted too slow.
-    """
+    """If an exchange of norms took as long as that of a shard, runs with max_grad_norm and replicas would be
+    predicted too slow."""
     placement = _core.Placement.in_order([3])
     without, norms = (
         _core.ScheduleOptions(in_flight=[1], placement=placement, exchanges_norms=exchanged)

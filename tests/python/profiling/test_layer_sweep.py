@@ -110,7 +110,7 @@ def test_where_it_does_not_fit_whole_that_is_said(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_layers_of_a_model_on_meta_drop_the_same_ones_at_random(seed: int) -> None:
-    """Each layer once drew by itself which layers are dropped. So layers that it needed were missing."""
+    """If each layer drew by itself which layers are dropped, layers that it needs would be missing."""
     torch.manual_seed(seed)
     with torch.device("meta"):
         model = RandomlyDropped()

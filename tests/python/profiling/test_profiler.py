@@ -132,8 +132,8 @@ class _Bags(nn.Module):
 
 
 def test_samples_are_counted_as_in_a_run_where_the_inputs_have_other_sizes() -> None:
-    # A batch once counted as having as many samples as words. The rates were too high, and minibatches with
-    # other numbers of words were not timed.
+    # A batch has fewer samples than words. If words were counted as samples, the rates would be too high, and
+    # minibatches with other numbers of words would not be timed.
     def batch(*lengths: int) -> Batch:
         offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         return (torch.randint(9, (sum(lengths),)), offsets), torch.randint(3, (len(lengths),))

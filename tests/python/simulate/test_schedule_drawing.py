@@ -29,7 +29,7 @@ def _width_of_png(path: Path) -> int:
 
 
 def test_a_picture_of_fifteen_replicas_is_no_wider_than_a_few_screens(tmp_path: Path) -> None:
-    """Such a picture was once 20,383 pixels wide."""
+    """A picture in which every label fits would be 20,383 pixels wide."""
     write_picture(tmp_path / "a.png", _simulated([15, 1]), "title")
     assert _width_of_png(tmp_path / "a.png") <= 32 * 200
 

@@ -613,8 +613,7 @@ class _Asking(nn.Module):
 def test_what_becomes_another_kind_of_value_at_a_cut_is_refused_by_name(
     first: Any, later: Any, message: str
 ) -> None:
-    """A value that was None in the first minibatch once stayed None behind the cut in all later
-    minibatches."""
+    """A value may be None in the first minibatch only. Behind the cut it must not stay None."""
     model, x = _Asking(), torch.randn(2, WIDTH)
     model.giving.beside = first
     stage = cut_model(model, x, torch.zeros(2, dtype=torch.long), cross_entropy).at(["giving"]).stage(0, 0, 0)
@@ -660,7 +659,7 @@ class _Coded(nn.Module):
 
 
 def test_whole_numbers_that_only_a_later_minibatch_reads_are_no_index() -> None:
-    """The integers behind the cut were once 0, and the training went on with the table's first row."""
+    """If the integers behind the cut were 0, the training would go on with the table's first row."""
     cut = cut_model(_Coded("codes"), *_texts(2), cross_entropy)
     assert "second" in _names(cut)
     with pytest.raises(IndexError):
@@ -723,8 +722,8 @@ class _OwnRegion(nn.Module):
 
 @pytest.mark.parametrize("has_own_region", [False, True])
 def test_a_weight_that_is_used_twice_forbids_no_cut_under_autocast(has_own_region: bool) -> None:
-    """autocast kept its cast of the weight for the second use. This cast crossed the cut outside of return
-    values, so the cut was once refused."""
+    """autocast keeps its cast of the weight for the second use. This cast must not count as a value that
+    crosses the cut outside of return values."""
     twin = TWINS["sharing"]
     model = _OwnRegion() if has_own_region else twin.model(torch.float32)
     cut = cut_model(

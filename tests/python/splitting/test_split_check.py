@@ -26,8 +26,7 @@ def _outcome(largest: float, other: float) -> _Outcome:
 
 
 def test_a_gradient_that_is_nothing_but_rounding_is_no_difference() -> None:
-    # The gradient of a norm's bias in front of another norm is only rounding error. Because of it 25 of 141
-    # cuts of timm's levit_128s were once left out.
+    # The gradient of a norm's bias in front of another norm is only rounding error. It must forbid no cut.
     assert not _difference(_outcome(0.306, 1.27e-7), _outcome(0.306, 0.88e-7), _FLOAT32)
 
 
@@ -49,7 +48,8 @@ def _texts(num_minibatches: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_a_little_state_that_the_outer_forward_carries_is_found_in_a_float32_model() -> None:
-    """Losses were once compared with a tolerance of 1e-4, and gradients only if the model had no state."""
+    """A tolerance of 1e-4 for the loss would not find this state. Gradients must be compared although the
+    model has state."""
     torch.manual_seed(5)
     model, data = Truncated(), _texts(2)
     cut = cut_model(model, *data[0], cross_entropy)
@@ -185,7 +185,7 @@ def _listed(first: type[_Down], last: type[_Down]) -> tuple[nn.Sequential, _Kept
 def test_what_layers_of_a_list_keep_for_each_other_is_refused(
     first: type[_Down], last: type[_Down], words: str
 ) -> None:
-    """Layers that keep values for each other once trained on values that the profiler's last forward had
+    """Layers that keep values for each other must not train on values that the profiler's last forward has
     left."""
     layers, kept = _listed(first, last)
     for model in (layers, list(layers)):
@@ -247,8 +247,7 @@ class _InGlobals(nn.Module):
 
 @pytest.mark.parametrize("hands_on", [False, True])
 def test_each_stage_has_global_names_of_its_own(hands_on: bool) -> None:
-    """A count of calls was once mistaken for a difference of losses. A number for a later stage was once
-    accepted as if it crossed the cut."""
+    """A count of calls is no difference of losses. A number for a later stage does not cross the cut."""
     data = [(torch.randn(3, WIDTH), torch.arange(3)) for _ in range(2)]
     cut = cut_model(_InGlobals(hands_on=hands_on), *data[0], cross_entropy)
     assert len(check_cuts(cut, data, cross_entropy)) == int(hands_on)
@@ -326,8 +325,8 @@ def test_float64_is_for_gpus_that_are_made_for_it(
 def test_a_check_looks_for_what_modules_keep_no_oftener_than_it_puts_it_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The check once spent most of its time in looking for such values, at every stage and for both
-    minibatches."""
+    """If the check looked for such values at every stage and for both minibatches, this would take most of
+    its time."""
     made: Counter[str] = Counter()
     for kind in (Attributes, GlobalNames):
 

@@ -109,8 +109,8 @@ def _leave_slot(versions: WeightVersions, slot: int, value: float) -> None:
 
 
 def test_a_version_that_lies_outside_its_slot_is_copied_as_it_is() -> None:
-    # A forward once called flatten_parameters(), and then a step was skipped because of float16. The next
-    # version then had an older version's values.
+    # A forward may move leaves out of their slot (flatten_parameters()), and the next step may be skipped
+    # because of float16. The next version must then not have an older version's values.
     versions = versions_of(stage_of(nn.Linear(2, 2)), 3)
     _leave_slot(versions, 0, 5.0)
     _leave_slot(versions, 2, 6.0)

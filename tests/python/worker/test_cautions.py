@@ -282,7 +282,7 @@ class _Counting(nn.Module):
 
 
 def test_a_number_that_several_stages_of_a_worker_would_count_is_told() -> None:
-    """With schedule="interleaved" the losses of such a model once differed from a plain loop's, without a
+    """With schedule="interleaved" the losses of such a model differ from a plain loop's, so there must be a
     warning."""
     model = _Counting()
     cut = cut_model(model, torch.ones(2, 2), torch.ones(2, 2), nn.functional.mse_loss)

@@ -104,8 +104,8 @@ def _as_an_attribute(held: Any) -> Callable[..., Any]:
 def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused_by_what_it_holds(
     tmp_path: Path, held: Any, named: str, made: Callable[[Any], Callable[..., Any]], how: str
 ) -> None:
-    # A list as a default argument, in which a loss collects its terms, once stayed empty at the caller
-    # without a warning.
+    # For example, a list as a default argument, in which a loss collects its terms, would stay empty at the
+    # caller.
     said = f"<lambda> holds {named} {how}, of which each worker would have a copy"
     with pytest.raises(ValueError, match=re.escape("cannot be sent to the workers: ")) as refused:
         _sent(tmp_path, made(held))
@@ -113,8 +113,7 @@ def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused_by_wh
 
 
 def test_functions_and_methods_that_one_holds_come_with_it(tmp_path: Path) -> None:
-    """Two functions were once refused: one that wraps another, and a forward that calls the forward that it
-    replaces."""
+    """Tests a function that wraps another, and a forward that calls the forward that it replaces."""
     module = torch.nn.Linear(2, 2)
     former, twice = module.forward, lambda value: 2 * value
     module.forward = lambda value: twice(former(value))  # type: ignore[method-assign]

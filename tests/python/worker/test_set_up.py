@@ -44,6 +44,6 @@ def _listening_at_first_minibatch() -> list[int]:
 
 
 def test_the_first_minibatch_is_read_before_there_are_links_which_processes_would_inherit(farm: Farm) -> None:
-    # Workers of a DataLoader once held the sockets of the set-up open. Each run with num_workers then waited
-    # for 10 s.
+    # If workers of a DataLoader held the sockets of the set-up open, each run with num_workers would wait for
+    # 10 s.
     assert farm.results(_listening_at_first_minibatch, num_ranks=2) == [[0], [0]]

@@ -27,7 +27,7 @@ class Noting:
 
 @pytest.mark.parametrize("fails", ["", "abort", "fail", "close"])
 def test_the_links_are_told_before_a_store_that_may_not_answer(fails: str) -> None:
-    # A worker waits for a lost store for as long as peer_timeout. Its neighbours once waited with it.
+    # A worker waits for a lost store for as long as peer_timeout. Its neighbours must not wait with it.
     calls: list[str] = []
     rendezvous: Any = Noting(calls, fails)
     core: Any = Noting(calls, fails)
