@@ -6,6 +6,7 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,6 @@ from pipedream.model.factories import (
     build_scheduler,
     make_masters,
 )
-from pipedream.model.layers import shares_memory
 from pipedream.model.seeding import seed_torch, update_seed
 from pipedream.optim.master_weights import has_master, master_dtype
 from pipedream.update.averages import Averages
@@ -409,8 +409,7 @@ class StageOptimizer:
     ) -> None:
         with torch.no_grad():
             if gradient_scale != 1.0:
-                # Two gradients in one memory would be scaled twice.
-                gradients = [g if g is None or not shares_memory(g) else g.clone() for g in gradients]
+                gradients = _without_overlaps(gradients)
                 torch._foreach_mul_([g for g in gradients if g is not None], gradient_scale)
             moved = [pair for pair in zip(write, read, strict=True) if pair[0] is not pair[1]]
             if moved:
@@ -431,6 +430,20 @@ class StageOptimizer:
         listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return listed == [id(p) for p in self._masters] and not hooked
+
+
+def _without_overlaps(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns the gradients, with copies of those that overlap an earlier one in memory: work in place would
+    change these twice. Autograd gives two parameters gradients in one memory if they are added as views.
+    """
+    apart = list(gradients)
+    dense = ((g.data_ptr(), i, g) for i, g in enumerate(gradients) if g is not None and not g.is_sparse)
+    end = 0
+    for start, index, gradient in sorted(dense, key=operator.itemgetter(0)):
+        if start < end:
+            apart[index] = gradient.clone()
+        end = max(end, start + gradient.nbytes)
+    return apart
 
 
 def _scale_scheduler(scheduler: Any, factor: float) -> None:
