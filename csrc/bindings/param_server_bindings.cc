@@ -1,10 +1,8 @@
-// Binds three things for pipedream._core: dealing parameters to shards, the mean of the replicas' gradients,
-// and the record of an asynchronous shard's updates. Python passes pointers as integers. The caller owns the
-// tensors and has checked dtype, contiguity and size.
+// Binds two things for pipedream._core: dealing parameters to shards, and the mean of the replicas' gradients.
+// Python passes pointers as integers. The caller owns the tensors and has checked dtype, contiguity and size.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -14,7 +12,6 @@
 #include "bindings/bindings.h"
 #include "param_server/aggregation.h"
 #include "param_server/dealing.h"
-#include "param_server/shard_updates.h"
 
 namespace py = pybind11;
 
@@ -79,30 +76,6 @@ void bind_param_server(py::module_& module) {
       py::arg("num_elements"), py::kw_only(), py::arg("dtype"), py::arg("num_threads") = 1,
       "The sum of parts in host memory, added in their order, over the number of minibatches; mean may be\n"
       "one of them. Addresses as integers; float32 and float64.");
-  py::class_<ShardUpdates>(module, "ShardUpdates")
-      .def(py::init([](std::int64_t num_replicas, std::int64_t num_parts, std::int64_t first_round) {
-             return ShardUpdates(num_replicas, num_parts, WeightVersion(first_round));
-           }),
-           py::kw_only(), py::arg("num_replicas"), py::arg("num_parts"), py::arg("first_round"))
-      .def(
-          "apply",
-          [](ShardUpdates& updates, std::int64_t replica, std::int64_t round,
-             std::int64_t part) -> std::optional<std::string> {
-            const auto refused = updates.apply(ReplicaIndex(replica), WeightVersion(round), part);
-            return refused ? std::optional(refused->message) : std::nullopt;
-          },
-          py::arg("replica"), py::arg("round"), py::arg("part"), "Why it must not be applied, or None.")
-      .def(
-          "round",
-          [](const ShardUpdates& updates, std::int64_t replica) {
-            return updates.round(ReplicaIndex(replica)).value();
-          },
-          py::arg("replica"), "The round of the replica's next part.")
-      .def("num_updates", &ShardUpdates::num_updates, py::arg("part"),
-           "The number of gradients applied to the part.")
-      .def_property_readonly(
-          "order", &ShardUpdates::order,
-          "The replicas whose parts were applied, in order; empty if there were too many.");
 }
 
 }  // namespace pipedream

@@ -1,7 +1,6 @@
 #include "param_server/shard_exchange.h"
 
 #include <algorithm>
-#include <set>
 
 #include "base/check.h"
 #include "param_server/aggregation.h"
@@ -18,8 +17,6 @@ ShardExchange::ShardExchange(ExchangeSpec spec, ItemCarrier& carrier)
     : spec_(std::move(spec)),
       carrier_(carrier),
       first_(spec_.rounds.first_version()),
-      arrivals_(spec_.rounds.num_replicas, static_cast<std::int64_t>(spec_.chunks.size()), first_,
-                /*num_rounds_max=*/1),
       num_pushed_(first_.value()),
       pushes_(spec_, carrier),
       newest_(first_),
@@ -133,10 +130,8 @@ Result<std::optional<ChunkGradients>> ShardExchange::mean_of(std::int64_t chunk_
     if (!is_there) return is_there.failure();
     if (!is_there.value()) return std::optional<ChunkGradients>();
   }
-  std::set<ReplicaIndex> members;
   std::map<ReplicaIndex, std::vector<std::byte>> flags;
   for (const auto& [other, pushed] : pushed_) {
-    members.insert(other);
     std::vector<std::byte>& of_other = flags[other] = std::vector<std::byte>(chunk.pieces.size());
     carrier_.read(of_other, pushed.chunk->tensors[0].data);
     const bool has_any = std::ranges::any_of(of_other, [](std::byte flag) { return flag != std::byte{0}; });
@@ -145,11 +140,6 @@ Result<std::optional<ChunkGradients>> ShardExchange::mean_of(std::int64_t chunk_
           {FailureKind::kCorruptFrame, peer(other).push_from + ": gradients without content"});
     }
   }
-  if (own_) members.insert(spec_.replica);
-  for (const ReplicaIndex member : members) {
-    if (const auto refused = arrivals_.arrive(member, WeightVersion(round_), chunk_index)) return *refused;
-  }
-  arrivals_.publish(chunk_index, std::vector(members.begin(), members.end()));
   ChunkGradients gradients;
   for (std::size_t position = 0; position < chunk.pieces.size(); ++position) {
     gradients.pieces.push_back(gradients_of(position, chunk, flags, num_threads));

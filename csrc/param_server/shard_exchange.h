@@ -36,7 +36,6 @@
 #include "param_server/exchange_spec.h"
 #include "param_server/item_carrier.h"
 #include "param_server/shard_pushes.h"
-#include "param_server/shard_rounds.h"
 
 namespace pipedream {
 
@@ -158,7 +157,6 @@ class ShardExchange {
   const ExchangeSpec spec_;
   ItemCarrier& carrier_;
   const WeightVersion first_;
-  ShardRounds arrivals_;
   std::map<ReplicaIndex, Pushed> pushed_;  // for the round that is updated next
   std::optional<ItemFields> told_end_;
   std::int64_t num_pushed_;     // rounds

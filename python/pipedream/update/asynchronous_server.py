@@ -46,9 +46,10 @@ from pipedream.update.shard_client import ShardClient
 from pipedream.update.shards import Chunk, Piece, ShardLayout, ShardPart, parts_of
 from pipedream.update.weights import view_like
 
-__all__ = ["AsynchronousServer"]
+__all__ = ["NUM_ORDERED_MAX", "AsynchronousServer"]
 
 
+NUM_ORDERED_MAX = 1 << 20  # a longer order of updates is not reported
 _NUM_MEASURED_MAX = 8  # updates for others; the first ones make the optimizer's state
 
 
@@ -79,8 +80,8 @@ class AsynchronousServer(ShardClient):
         self._own: deque[list[Tensor | None]] = deque()
         """This replica's gradients of rounds that it has pushed, but not yet used for its own shard. Each
         list is by parameter."""
-        self._own_round: tuple[int, list[Tensor | None]] | None = None
-        """The round and the gradients of the next update that this replica makes with its own gradients."""
+        self._own_round: list[Tensor | None] | None = None
+        """The gradients of the next update that this replica makes with its own gradients."""
         first = self._newest = self._rounds.first_version
         self._contained: dict[int, tuple[int, int]] = {first: (first * self._rounds.num_replicas,) * 2}
         for place, chunk in zip(self._master, own_chunks, strict=True):
@@ -106,9 +107,12 @@ class AsynchronousServer(ShardClient):
         """Guards the attributes below, and the contents of the master and the optimizer. Threads that wait on
         it are notified when a gradient of another replica is in the shard, and when no more will come."""
         self._pieces = self._pieces_of_master(layout)
-        self._updates = _core.ShardUpdates(
-            num_replicas=self._rounds.num_replicas, num_parts=len(self._parts), first_round=first
-        )
+        self._round_of = [first] * self._rounds.num_replicas
+        """By replica: the round of its next gradient."""
+        self._num_updates = [first * self._rounds.num_replicas] * len(self._parts)
+        """By part: the gradients in it. Each earlier round counts as one gradient of each replica."""
+        self._order: list[int] = []
+        """The replica of each update of a part in this run, in order of time."""
 
     def _pieces_of_master(self, layout: ShardLayout) -> list[Tensor]:
         """Returns views of the master's pieces, in the optimizer's order."""
@@ -134,8 +138,7 @@ class AsynchronousServer(ShardClient):
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """Prepares the update of this shard with the replica's own gradient of the minibatch's round."""
-        round_index = self._rounds.round_of(minibatch)
-        self._own_round = round_index, self._own.popleft()
+        self._own_round = self._own.popleft()
 
     def _take_gradients(self, own_slot: int) -> list[Tensor | None]:
         self._own.append(super()._take_gradients(own_slot))
@@ -143,15 +146,15 @@ class AsynchronousServer(ShardClient):
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
         assert self._own_round is not None
-        round_index, own = self._own_round
+        own = self._own_round
         self._weights.own.show(write_slot)
         self._exchange.note_version(write_slot)
         self._newest += 1
         for index, part in enumerate(self._parts):
             gradients = self._to_keep([_own_piece(own, piece) for piece in part.pieces])
             with self._lock:
-                run(functools.partial(self._step, self._replica, round_index, index, gradients))
-                self._note_contained(self._newest, [self._updates.num_updates(index)])
+                run(functools.partial(self._step, self._replica, index, gradients))
+                self._note_contained(self._newest, [self._num_updates[index]])
                 for position, chunk in part.chunks:
                     self._place_of(chunk, write_slot).copy_(self._master[position])
         self._own_round = None
@@ -182,7 +185,7 @@ class AsynchronousServer(ShardClient):
         wanted = {other: self._rounds.num_begun(other, end) for other in self._others if self._parts}
 
         def have_come() -> bool:
-            return all(self._updates.round(other) >= count for other, count in wanted.items())
+            return all(self._round_of[other] >= count for other, count in wanted.items())
 
         with self._lock:
             self._lock.wait_for(lambda: self._is_over or have_come())
@@ -229,7 +232,8 @@ class AsynchronousServer(ShardClient):
         for version, counts in self._exchange.contained().items():
             self._note_contained(version, counts)
         contained = [self._contained.get(version, (version, version)) for version in versions]
-        return {"parts": parts, "order": self._updates.order, "contained": contained}
+        order = self._order if len(self._order) <= NUM_ORDERED_MAX else []
+        return {"parts": parts, "order": order, "contained": contained}
 
     # Serving the others: one more thread.
 
@@ -304,16 +308,16 @@ class AsynchronousServer(ShardClient):
         with self._lock:
             self._step_for(other, index, gradients)
             self._lock.notify_all()
-            num_updates = self._updates.num_updates(index)
+            num_updates = self._num_updates[index]
             for position, _ in part.chunks:
                 self._answers[other][position].copy_(self._master[position])
         answers = [(channel, item_of([self._answers[other][position]])) for position, _ in part.chunks]
         self._core.send_items(answers, _core.ItemFields(num_minibatches=num_updates))
 
     def _step_for(self, other: int, index: int, gradients: Sequence[Tensor | None]) -> None:
-        round_index = self._updates.round(other)
+        round_index = self._round_of[other]
         try:
-            self._step(other, round_index, index, gradients)
+            self._step(other, index, gradients)
         except PipelineError:
             raise
         except Exception as error:
@@ -339,11 +343,8 @@ class AsynchronousServer(ShardClient):
             return gradients
         return [None if gradient is None else gradient.clone() for gradient in gradients]
 
-    def _step(self, replica: int, round_index: int, index: int, gradients: Sequence[Tensor | None]) -> None:
-        """Updates the part with the replica's gradient of the round. The caller holds the lock."""
-        refused = self._updates.apply(replica, round_index, index)
-        if refused is not None:
-            raise PipelineError(refused)
+    def _step(self, replica: int, index: int, gradients: Sequence[Tensor | None]) -> None:
+        """Updates the part with the replica's next gradient. The caller holds the lock."""
         part = self._parts[index]
         pieces = self._pieces[part.first : part.first + len(part.pieces)]
         shaped = [
@@ -351,8 +352,12 @@ class AsynchronousServer(ShardClient):
             for gradient, piece in zip(gradients, part.pieces, strict=True)
         ]
         self._optimizer.step_some(part.first, pieces, pieces, shaped)
+        self._num_updates[index] += 1
+        if len(self._order) <= NUM_ORDERED_MAX:
+            self._order.append(replica)
         if index + 1 == len(self._parts):
             self._optimizer.end_step()
+            self._round_of[replica] += 1
 
 
 def _own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | None:

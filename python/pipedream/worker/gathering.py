@@ -40,6 +40,7 @@ from pipedream.model.loss_state import LossState, joined_loss_states, set_loss_s
 from pipedream.model.stage_module import StageModule
 from pipedream.report.result import RunResult
 from pipedream.report.worker_reports import combine_reports
+from pipedream.update.asynchronous_server import NUM_ORDERED_MAX
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.weight_files import (
     drop_weights,
@@ -282,7 +283,6 @@ def _weights_of(run: AgreedRun) -> str:
 
 
 _NUM_SPANS_MAX = 50_000  # as many as one segment keeps
-_NUM_ORDERED_MAX = 1 << 20  # as many as one segment keeps (ShardUpdates::kNumOrderedMax)
 _OF_THE_LAST = ("chunk_bytes", "transport", "codec")  # figures of a channel that the last segment decides
 
 _Report = dict[str, Any]
@@ -329,7 +329,7 @@ def _joined_shard(of_segments: Sequence[_Report]) -> _Report:
     order = _chained(each["order"] for each in of_segments)
     is_known = all(each["order"] or _num_rounds(each) == 0 for each in of_segments)
     return last | {
-        "order": order if is_known and len(order) <= _NUM_ORDERED_MAX else [],
+        "order": order if is_known and len(order) <= NUM_ORDERED_MAX else [],
         "contained": [*_chained(each["contained"][:-1] for each in before), *last["contained"]],
     }
 

@@ -1,6 +1,5 @@
 // Explores every interleaving of replicas and their shards in a small model. The model has the programs of
-// transfers.h, the real ShardRounds and ShardUpdates, and queues that keep all items in order but may be
-// slow. A gradient is a power of two, so that the value of a weight shows which gradients were added to it.
+// transfers.h, and queues that keep all items in order but may be slow. A gradient is a power of two, so that the value of a weight shows which gradients were added to it.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,8 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "param_server/shard_rounds.h"
-#include "param_server/shard_updates.h"
 #include "schedule/transfers.h"
 
 namespace pipedream {
@@ -199,19 +196,14 @@ class Explorer {
     version = replica.versions.at(replica.newest - 1);
     const Content own = model_.gradient_of(round, index);
     if (!model_.options.asynchronous) {
-      ShardRounds rounds(model_.num_replicas(), num_chunks(), WeightVersion(round), 1);
       for (const ReplicaIndex member : model_.members_of(round)) {
         for (std::int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
-          ASSERT_FALSE(rounds.arrive(member, WeightVersion(round), chunk).has_value());
           const Content part =
               member.value() == index
                   ? own
                   : replica.arrived[round][member.value()].at(static_cast<std::size_t>(chunk));
           add(replica, chunk, part);
         }
-      }
-      for (std::int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
-        EXPECT_EQ(rounds.publish(chunk, model_.members_of(round)).value(), replica.newest);
       }
       replica.arrived.erase(round);
     } else {

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.common.errors import PipelineError
 from pipedream.reference.asynchronous import AsynchronousWeights
 from pipedream.reference.updates import Updater
 from pipedream.reference.versions import Versions
@@ -110,18 +109,6 @@ def test_an_optimizer_that_needs_whole_tensors_has_a_shards_gradient_at_once() -
     for replica in replay.replicas:
         assert len(replica.server._parts) == 1
         assert _elements(replica.server._pieces) == {-127.0}
-
-
-def test_a_gradient_that_comes_twice_is_refused() -> None:
-    replay = ShardReplay((2,), 4, _power_of_two, sync="asp")
-    first, second = replay.replicas
-    while not first.clients_waiting():
-        second.go_on()
-    first.serve(1)
-    refused = first.server._updates.apply(1, 0, 0)
-    assert refused == "the gradient of replica 1, round 0, part 0: its next is round 1, part 0"
-    with pytest.raises(PipelineError, match="its next is round 1, part 0"):
-        first.server._step(1, 0, 0, [None])
 
 
 def _decoded(read: Any, round_of: int, num_minibatches: int) -> set[int]:
