@@ -66,14 +66,6 @@ std::pair<std::vector<StageTuple>, double> partition_layers(
   return {std::move(stages), best.bottleneck_s};
 }
 
-double stage_time_of_layers(const Figures& compute_s, const Figures& activation_bytes,
-                            const Figures& parameter_bytes, std::int64_t first_layer, std::int64_t last_layer,
-                            std::int64_t num_replicas, double bandwidth_bytes_per_s,
-                            std::int64_t num_microbatches) {
-  return stage_time_s(make_layers(compute_s, activation_bytes, parameter_bytes), first_layer, last_layer,
-                      num_replicas, bandwidth_bytes_per_s, num_microbatches);
-}
-
 std::vector<PlannedStage> make_stages(const std::vector<StageTuple>& stages) {
   std::vector<PlannedStage> planned;
   planned.reserve(stages.size());
@@ -81,13 +73,6 @@ std::vector<PlannedStage> make_stages(const std::vector<StageTuple>& stages) {
     planned.push_back({first_layer, last_layer, num_replicas});
   }
   return planned;
-}
-
-double bottleneck_of_stages(const Figures& compute_s, const Figures& activation_bytes,
-                            const Figures& parameter_bytes, const std::vector<StageTuple>& stages,
-                            double bandwidth_bytes_per_s, std::int64_t num_microbatches) {
-  return bottleneck_s(make_layers(compute_s, activation_bytes, parameter_bytes), make_stages(stages),
-                      bandwidth_bytes_per_s, num_microbatches);
 }
 
 // frozen_bytes: empty if no parameter is frozen.
@@ -233,13 +218,6 @@ void bind_planner(py::module_& module) {
       py::arg("num_versions"), py::arg("costs"), py::arg("share") = py::none(),
       py::arg("factored_bytes") = 0.0, py::arg("factor_bytes") = 0.0,
       "Bytes of weights at a replica of a stage. share: the share that it owns; None: an equal one.");
-  module.def("stage_time_s", &stage_time_of_layers, py::arg("compute_s"), py::arg("activation_bytes"),
-             py::arg("parameter_bytes"), py::arg("first_layer"), py::arg("last_layer"),
-             py::arg("num_replicas"), py::arg("bandwidth_bytes_per_s"), py::arg("num_microbatches") = 1,
-             "T(first_layer..last_layer, num_replicas) in seconds.");
-  module.def("bottleneck_s", &bottleneck_of_stages, py::arg("compute_s"), py::arg("activation_bytes"),
-             py::arg("parameter_bytes"), py::arg("stages"), py::arg("bandwidth_bytes_per_s"),
-             py::arg("num_microbatches") = 1, "The slowest stage or boundary of a given plan, in seconds.");
 }
 
 }  // namespace pipedream

@@ -256,20 +256,6 @@ void check_layers(const std::vector<LayerCost>& layers, double bandwidth_bytes_p
   }
 }
 
-void check_stage(const std::vector<LayerCost>& layers, const PlannedStage& stage) {
-  const auto num_layers = static_cast<std::int64_t>(layers.size());
-  if (stage.first_layer < 0 || stage.last_layer < stage.first_layer || stage.last_layer >= num_layers) {
-    throw UserError("a stage of layers " + std::to_string(stage.first_layer) + " to " +
-                    std::to_string(stage.last_layer) + " is not within the model's " +
-                    std::to_string(num_layers) + " layers, which are counted from 0");
-  }
-  if (stage.num_replicas < 1) {
-    throw UserError("the stage of layers " + std::to_string(stage.first_layer) + " to " +
-                    std::to_string(stage.last_layer) + " has " + std::to_string(stage.num_replicas) +
-                    " replicas; it must have at least 1");
-  }
-}
-
 void check_microbatches(std::int64_t num_microbatches) {
   if (num_microbatches >= 1 && num_microbatches <= kNumMicrobatchesMax) return;
   throw UserError("num_microbatches is " + std::to_string(num_microbatches) + "; it must be between 1 and " +
@@ -288,39 +274,15 @@ StageCost sum_cost(const std::vector<LayerCost>& layers, const PlannedStage& sta
 
 }  // namespace
 
-double stage_time_s(const std::vector<LayerCost>& layers, std::int64_t first_layer, std::int64_t last_layer,
-                    std::int64_t num_replicas, double bandwidth_bytes_per_s, std::int64_t num_microbatches) {
-  const PlannedStage stage{first_layer, last_layer, num_replicas};
-  check_layers(layers, bandwidth_bytes_per_s);
-  check_microbatches(num_microbatches);
-  check_stage(layers, stage);
-  return sum_cost(layers, stage, num_microbatches).time_s(num_replicas, bandwidth_bytes_per_s);
-}
-
 double bottleneck_s(const std::vector<LayerCost>& layers, const std::vector<PlannedStage>& stages,
                     double bandwidth_bytes_per_s, std::int64_t num_microbatches) {
-  check_layers(layers, bandwidth_bytes_per_s);
-  check_microbatches(num_microbatches);
   const Problem problem{layers, 0, 0, bandwidth_bytes_per_s};
   double slowest_s = 0;
-  std::int64_t next_layer = 0;
   for (const PlannedStage& stage : stages) {
-    check_stage(layers, stage);
-    if (stage.first_layer != next_layer) {
-      throw UserError("a stage begins at layer " + std::to_string(stage.first_layer) +
-                      "; it must begin at layer " + std::to_string(next_layer) +
-                      ", so that stages neither overlap nor leave gaps");
-    }
-    if (next_layer > 0)
-      slowest_s = std::max(slowest_s, problem.boundary_s(static_cast<std::size_t>(next_layer - 1)));
-    slowest_s =
-        std::max(slowest_s,
-                 sum_cost(layers, stage, num_microbatches).time_s(stage.num_replicas, bandwidth_bytes_per_s));
-    next_layer = stage.last_layer + 1;
-  }
-  if (next_layer != static_cast<std::int64_t>(layers.size())) {
-    throw UserError("the stages end before layer " + std::to_string(next_layer) + "; the model has " +
-                    std::to_string(layers.size()) + " layers");
+    const StageCost cost = sum_cost(layers, stage, num_microbatches);
+    slowest_s = std::max(slowest_s, cost.time_s(stage.num_replicas, bandwidth_bytes_per_s));
+    if (stage.first_layer == 0) continue;
+    slowest_s = std::max(slowest_s, problem.boundary_s(static_cast<std::size_t>(stage.first_layer - 1)));
   }
   return slowest_s;
 }

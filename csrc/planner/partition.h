@@ -42,14 +42,7 @@ struct Partition {
   double bottleneck_s = 0;
 };
 
-// T(first..last, num_replicas) in seconds, summed in layer order. Throws UserError for a stage that the model
-// does not have, and for inputs that partition() refuses.
-[[nodiscard]] double stage_time_s(const std::vector<LayerCost>& layers, std::int64_t first_layer,
-                                  std::int64_t last_layer, std::int64_t num_replicas,
-                                  double bandwidth_bytes_per_s, std::int64_t num_microbatches = 1);
-
-// The slowest of a given plan's stages and boundaries (2 C_i). Throws UserError for stages that overlap,
-// leave gaps or do not cover the model, and for inputs that partition() refuses.
+// The slowest of a plan's stages and boundaries (2 C_i). The stages cover the model without gaps.
 [[nodiscard]] double bottleneck_s(const std::vector<LayerCost>& layers,
                                   const std::vector<PlannedStage>& stages, double bandwidth_bytes_per_s,
                                   std::int64_t num_microbatches = 1);

@@ -18,12 +18,12 @@ std::int64_t num_edges(const StageCopies& stage, const StageCopies& neighbour) {
 
 std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
 
-// kChunkBytesMin: the size of the smallest chunk of a shard. kBesidesChunkBytes: how much larger than the
-// chunk its slot is, for the list of the chunk's pieces and for alignment.
-constexpr double kChunkBytesMin = 1 << 20;
+// How much larger than a shard's chunk its slot is, for the list of the chunk's pieces and for alignment.
 constexpr double kBesidesChunkBytes = 512;
 
-double beside_chunks_bytes(double bytes) { return std::floor(bytes / kChunkBytesMin) * kBesidesChunkBytes; }
+double beside_chunks_bytes(double bytes) {
+  return std::floor(bytes / static_cast<double>(kShardChunkBytesMin)) * kBesidesChunkBytes;
+}
 
 double largest_tensor(const ReplicaWeights& weights) {
   return std::min(weights.largest, weights.all - weights.factored);

@@ -445,24 +445,6 @@ def replica_weight_bytes(
     factored_bytes: float = 0.0,
     factor_bytes: float = 0.0,
 ) -> float: ...
-def stage_time_s(
-    compute_s: Sequence[float],
-    activation_bytes: Sequence[float],
-    parameter_bytes: Sequence[float],
-    first_layer: int,
-    last_layer: int,
-    num_replicas: int,
-    bandwidth_bytes_per_s: float,
-    num_microbatches: int = 1,
-) -> float: ...
-def bottleneck_s(
-    compute_s: Sequence[float],
-    activation_bytes: Sequence[float],
-    parameter_bytes: Sequence[float],
-    stages: Sequence[tuple[int, int, int]],
-    bandwidth_bytes_per_s: float,
-    num_microbatches: int = 1,
-) -> float: ...
 def weight_layout(parameters: Sequence[tuple[str, str, int]]) -> tuple[int, list[int]]: ...
 def sgd_step(
     tensors: Sequence[tuple[int, ...]],

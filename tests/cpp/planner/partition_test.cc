@@ -147,7 +147,7 @@ TEST(Partition, OneLayerGetsTheBestOfAllReplicaCounts) {
       double expected_s = std::numeric_limits<double>::infinity();
       std::int64_t expected_replicas = 0;
       for (std::int64_t num_replicas = 1; num_replicas <= num_workers; ++num_replicas) {
-        const double time_s = stage_time_s(layers, 0, 0, num_replicas, bandwidth);
+        const double time_s = bottleneck_s(layers, {{0, 0, num_replicas}}, bandwidth);
         if (time_s >= expected_s) continue;
         expected_s = time_s;
         expected_replicas = num_replicas;
@@ -163,8 +163,8 @@ TEST(Partition, DataParallelismThatSyncMakesSlowerIsAvoided) {
   // With two replicas the sync of a minibatch takes 4 s, which counts as 2 s because two minibatches are
   // synced at once. One worker needs only 1 s.
   const Layers layers = {{1, 0, 2}};
-  EXPECT_EQ(stage_time_s(layers, 0, 0, 1, 1), 1);
-  EXPECT_EQ(stage_time_s(layers, 0, 0, 2, 1), 2);
+  EXPECT_EQ(bottleneck_s(layers, {{0, 0, 1}}, 1), 1);
+  EXPECT_EQ(bottleneck_s(layers, {{0, 0, 2}}, 1), 2);
   const Partition plan = partition(layers, 2, 1);
   EXPECT_EQ(plan.stages, (Stages{{0, 0, 1}}));
   EXPECT_EQ(plan.bottleneck_s, 1);
@@ -272,27 +272,6 @@ TEST(Partition, RefusesImpossibleInputs) {
     expect_refused({{1, 1, 1}, {1, 1, value}}, 1, 1, "parameter_bytes of layer 1");
   }
   expect_refused({{1e308, 0, 0}, {1e308, 0, 0}}, 1, 1, "add up to more");
-}
-
-TEST(BottleneckS, RefusesStagesThatAreNoPlan) {
-  const Layers layers = {{1, 1, 1}, {1, 1, 1}, {1, 1, 1}};
-  EXPECT_EQ(bottleneck_s(layers, {{0, 0, 1}, {1, 2, 1}}, 1), 2);
-  for (const Stages& stages : std::vector<Stages>{{},
-                                                  {{0, 1, 1}},
-                                                  {{1, 2, 1}},
-                                                  {{0, 0, 1}, {2, 2, 1}},
-                                                  {{0, 1, 1}, {1, 2, 1}},
-                                                  {{1, 2, 1}, {0, 0, 1}},
-                                                  {{0, 3, 1}},
-                                                  {{0, 2, 0}},
-                                                  {{-1, 2, 1}},
-                                                  {{0, -1, 1}, {0, 2, 1}}}) {
-    EXPECT_THROW((void)bottleneck_s(layers, stages, 1), UserError);
-  }
-  EXPECT_THROW((void)stage_time_s(layers, 0, 3, 1, 1), UserError);
-  EXPECT_THROW((void)stage_time_s(layers, 2, 1, 1, 1), UserError);
-  EXPECT_THROW((void)stage_time_s(layers, 0, 1, 0, 1), UserError);
-  EXPECT_THROW((void)stage_time_s(layers, 0, 1, 1, 0), UserError);
 }
 
 }  // namespace
