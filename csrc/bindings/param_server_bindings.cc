@@ -1,5 +1,6 @@
-// Binds two things for pipedream._core: dealing parameters to shards, and the mean of the replicas' gradients.
-// Python passes pointers as integers. The caller owns the tensors and has checked dtype, contiguity and size.
+// Binds two things for pipedream._core: dealing parameters to shards, and the mean of the replicas'
+// gradients. Python passes pointers as integers. The caller owns the tensors and has checked dtype,
+// contiguity and size.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -8,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/failure.h"
 #include "bindings/bindings.h"
 #include "param_server/aggregation.h"
 #include "param_server/dealing.h"
@@ -42,19 +42,12 @@ std::vector<Chunk> deal_parameters(const std::vector<Parameter>& parameters, std
 void aggregate_parts(const std::vector<std::uintptr_t>& parts, std::int64_t num_minibatches,
                      std::uintptr_t mean, std::int64_t num_elements, const std::string& dtype,
                      int num_threads) {
-  const DType element = dtype_from_name(dtype);
-  if (parts.empty() || num_minibatches < 1) {
-    throw UserError("there are " + std::to_string(parts.size()) + " parts of " +
-                    std::to_string(num_minibatches) + " minibatches: give 1 of each at least");
-  }
-  if (!is_aggregated(element))
-    throw UserError("dtype is " + dtype + ": it must be float32, float64 or bfloat16");
   std::vector<const void*> addresses;
   for (const std::uintptr_t part : parts)
     addresses.push_back(reinterpret_cast<const void*>(part));  // NOLINT(performance-no-int-to-ptr)
   void* const target = reinterpret_cast<void*>(mean);          // NOLINT(performance-no-int-to-ptr)
   const py::gil_scoped_release released;
-  aggregate(element, addresses, num_minibatches, target, num_elements, num_threads);
+  aggregate(dtype_from_name(dtype), addresses, num_minibatches, target, num_elements, num_threads);
 }
 
 }  // namespace

@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/failure.h"
 #include "bindings/bindings.h"
 #include "planner/limited_partition.h"
 #include "planner/partition.h"
@@ -33,20 +32,12 @@ using StageTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t>;
 
 std::vector<LayerCost> make_layers(const Figures& compute_s, const Figures& activation_bytes,
                                    const Figures& parameter_bytes, const Factors& factors = {}) {
-  if (!factors.empty() && factors.size() != compute_s.size()) {
-    throw UserError("factors need one entry per layer");
-  }
-  if (compute_s.size() != activation_bytes.size() || compute_s.size() != parameter_bytes.size()) {
-    throw UserError("compute_s, activation_bytes and parameter_bytes have " +
-                    std::to_string(compute_s.size()) + ", " + std::to_string(activation_bytes.size()) +
-                    " and " + std::to_string(parameter_bytes.size()) + " layers; they need the same number");
-  }
   std::vector<LayerCost> layers;
   layers.reserve(compute_s.size());
   for (std::size_t layer = 0; layer < compute_s.size(); ++layer) {
-    layers.push_back({compute_s[layer], activation_bytes[layer], parameter_bytes[layer], {}});
+    layers.push_back({compute_s[layer], activation_bytes.at(layer), parameter_bytes.at(layer), {}});
     if (factors.empty()) continue;
-    for (const auto& [weight_bytes, factor_bytes, product_s] : factors[layer]) {
+    for (const auto& [weight_bytes, factor_bytes, product_s] : factors.at(layer)) {
       layers.back().factors.push_back({weight_bytes, factor_bytes, product_s});
     }
   }
@@ -78,15 +69,11 @@ std::vector<PlannedStage> make_stages(const std::vector<StageTuple>& stages) {
 // frozen_bytes: empty if no parameter is frozen.
 std::vector<LayerMemory> make_memory(const Figures& saved_bytes, const Figures& forward_s,
                                      const Figures& frozen_bytes, std::size_t num_layers) {
-  if (saved_bytes.size() != num_layers || forward_s.size() != num_layers ||
-      (!frozen_bytes.empty() && frozen_bytes.size() != num_layers)) {
-    throw UserError("saved_bytes, forward_s and frozen_bytes need one entry per layer");
-  }
   std::vector<LayerMemory> memory;
   memory.reserve(num_layers);
   for (std::size_t layer = 0; layer < num_layers; ++layer) {
     memory.push_back(
-        {saved_bytes[layer], forward_s[layer], frozen_bytes.empty() ? 0.0 : frozen_bytes[layer]});
+        {saved_bytes.at(layer), forward_s.at(layer), frozen_bytes.empty() ? 0.0 : frozen_bytes.at(layer)});
   }
   return memory;
 }
@@ -120,9 +107,6 @@ void bind_planner(py::module_& module) {
                        std::int64_t num_microbatches, Shares activations, Shares gradients, bool stages_apart,
                        bool asynchronous, bool reduces_together, bool whole_tensors, bool posts_versions,
                        bool has_spares, bool drains, std::int64_t staleness) {
-             if (num_microbatches < 1) {
-               throw UserError("num_microbatches is " + std::to_string(num_microbatches));
-             }
              return MemoryCosts{model_copies,
                                 state_copies,
                                 step_copies,
@@ -183,16 +167,11 @@ void bind_planner(py::module_& module) {
          const Figures& frozen_bytes) {
         const std::size_t num_layers = activation_bytes.size();
         const Figures no_time(num_layers, 0.0);
-        for (const std::size_t count :
-             {in_flight.size(), num_versions.size(), own_per_round.size(), recompute.size()}) {
-          if (count == stages.size()) continue;
-          throw UserError("in_flight, num_versions, own_per_round and recompute need one entry per stage");
-        }
         const std::vector<PlannedStage> planned = make_stages(stages);
         std::vector<StageCopies> copies;
         for (std::size_t stage = 0; stage < stages.size(); ++stage) {
-          copies.push_back(
-              {planned[stage].num_replicas, in_flight[stage], num_versions[stage], own_per_round[stage]});
+          copies.push_back({planned[stage].num_replicas, in_flight.at(stage), num_versions.at(stage),
+                            own_per_round.at(stage)});
         }
         return memory_of_plan(make_layers(no_time, activation_bytes, parameter_bytes, factors),
                               make_memory(saved_bytes, no_time, frozen_bytes, num_layers), planned, copies,
@@ -209,7 +188,6 @@ void bind_planner(py::module_& module) {
       "replica_weight_bytes",
       [](double all_bytes, double largest_bytes, std::int64_t num_replicas, std::int64_t num_versions,
          const MemoryCosts& costs, std::optional<double> share, double factored_bytes, double factor_bytes) {
-        if (num_replicas < 1) throw UserError("num_replicas is " + std::to_string(num_replicas));
         const double owned = share.value_or(1 / static_cast<double>(num_replicas));
         return replica_weight_bytes({all_bytes, largest_bytes, factored_bytes, factor_bytes}, num_replicas,
                                     num_versions, {owned, costs.whole_tensors ? 0 : owned}, costs);

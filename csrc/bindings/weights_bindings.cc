@@ -48,20 +48,6 @@ bool on_cuda(const std::string& device) {
   throw UserError("device is '" + device + "'; it must be 'host' or 'cuda'");
 }
 
-// Reads one tensor's tuple of integers: the number of elements, then addresses in the order of the struct.
-template <std::size_t kNumFields>
-std::array<std::uintptr_t, kNumFields> fields_of(const py::handle& row) {
-  const auto tuple = py::cast<py::tuple>(row);
-  if (tuple.size() != kNumFields) {
-    throw UserError("a tensor has " + std::to_string(tuple.size()) + " fields; it must have " +
-                    std::to_string(kNumFields));
-  }
-  std::array<std::uintptr_t, kNumFields> fields{};
-  for (std::size_t field = 0; field < kNumFields; ++field)
-    fields[field] = py::cast<std::uintptr_t>(tuple[field]);
-  return fields;
-}
-
 void sgd_step(const py::sequence& tensors, const std::string& dtype, bool first_step, double lr,
               double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
               double gradient_scale, const std::string& device, std::uintptr_t stream, int num_threads) {
@@ -70,7 +56,8 @@ void sgd_step(const py::sequence& tensors, const std::string& dtype, bool first_
   std::vector<SgdTensor> rows;
   rows.reserve(tensors.size());
   for (const py::handle row : tensors) {
-    const auto [num_elements, weight_in, weight_out, gradient, momentum_buffer, master] = fields_of<6>(row);
+    const auto [num_elements, weight_in, weight_out, gradient, momentum_buffer, master] =
+        py::cast<std::array<std::uintptr_t, 6>>(row);
     rows.push_back({static_cast<std::int64_t>(num_elements), pointer(weight_in), pointer(weight_out),
                     pointer(gradient), pointer(momentum_buffer), pointer(master)});
   }
@@ -95,7 +82,7 @@ void adam_step(const py::sequence& tensors, const std::string& dtype, std::int64
   rows.reserve(tensors.size());
   for (const py::handle row : tensors) {
     const auto [num_elements, weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, master] =
-        fields_of<8>(row);
+        py::cast<std::array<std::uintptr_t, 8>>(row);
     rows.push_back({static_cast<std::int64_t>(num_elements), pointer(weight_in), pointer(weight_out),
                     pointer(gradient), pointer(exp_avg), pointer(exp_avg_sq), pointer(max_exp_avg_sq),
                     pointer(master)});

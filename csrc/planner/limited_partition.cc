@@ -327,61 +327,9 @@ bool are_alike(const std::vector<double>& figures) {
   return std::adjacent_find(figures.begin(), figures.end(), std::not_equal_to<>()) == figures.end();
 }
 
-void check_length(const char* name, std::size_t length, std::int64_t wanted, const char* of_what) {
-  if (length == 0 || static_cast<std::int64_t>(length) == wanted) return;
-  throw UserError(std::string(name) + " has " + std::to_string(length) + " entries for " +
-                  std::to_string(wanted) + " " + of_what);
-}
-
-void check_positive(const char* name, const std::vector<double>& figures) {
-  for (std::size_t position = 0; position < figures.size(); ++position) {
-    if (std::isfinite(figures[position]) && figures[position] > 0) continue;
-    throw UserError(std::string(name) + " " + std::to_string(position) + " is " +
-                    std::to_string(figures[position]) + "; it must be finite and above 0");
-  }
-}
-
-void check_limits(const std::vector<LayerCost>& layers, const std::vector<LayerMemory>& memory,
-                  std::int64_t num_workers, const PlanLimits& limits) {
-  const auto num_layers = static_cast<std::int64_t>(layers.size());
-  if (static_cast<std::int64_t>(memory.size()) != num_layers) {
-    throw UserError("memory has " + std::to_string(memory.size()) + " entries for " +
-                    std::to_string(num_layers) + " layers");
-  }
-  for (std::size_t layer = 0; layer < memory.size(); ++layer) {
-    const LayerMemory& figures = memory[layer];
-    const auto is_figure = [](double figure) { return std::isfinite(figure) && figure >= 0; };
-    if (is_figure(figures.saved_bytes) && is_figure(figures.forward_s) && is_figure(figures.frozen_bytes)) {
-      continue;
-    }
-    throw UserError("saved_bytes, forward_s or frozen_bytes of layer " + std::to_string(layer) +
-                    " must be finite and not negative");
-  }
-  check_length("speeds", limits.speeds.size(), num_workers, "workers");
-  check_length("memory_bytes", limits.memory_bytes.size(), num_workers, "workers");
-  check_positive("the speed of worker", limits.speeds);
-  check_positive("the memory of worker", limits.memory_bytes);
-  for (std::size_t stage = 0; stage < limits.last_layers.size(); ++stage) {
-    const std::int64_t before = stage == 0 ? -1 : limits.last_layers[stage - 1];
-    const bool is_last = stage + 1 == limits.last_layers.size();
-    if (limits.last_layers[stage] > before && limits.last_layers[stage] < num_layers &&
-        (!is_last || limits.last_layers[stage] == num_layers - 1)) {
-      continue;
-    }
-    throw UserError("stages that end after layer " + std::to_string(limits.last_layers[stage]) +
-                    " are not in order, or do not end with the model's last layer, " +
-                    std::to_string(num_layers - 1));
-  }
-  if (!limits.last_layers.empty()) {
-    check_length("num_replicas", limits.num_replicas.size(),
-                 static_cast<std::int64_t>(limits.last_layers.size()), "stages");
-  }
-  for (const std::int64_t replicas : limits.num_replicas) {
-    if (replicas < 1) throw UserError("num_replicas has " + std::to_string(replicas) + "; give at least 1");
-  }
-  const double steps =
-      std::pow(static_cast<double>(num_layers) * static_cast<double>(num_workers), 2) *
-      (are_alike(limits.speeds) && are_alike(limits.memory_bytes) ? 1.0 : static_cast<double>(num_workers));
+void check_size(std::size_t num_layers, std::int64_t num_workers, bool workers_differ) {
+  const double steps = std::pow(static_cast<double>(num_layers) * static_cast<double>(num_workers), 2) *
+                       (workers_differ ? static_cast<double>(num_workers) : 1.0);
   if (steps > kStepsMax) {
     throw UserError(std::to_string(num_layers) + " layers and " + std::to_string(num_workers) +
                     " workers are more than a search within limits can do; give fewer workers, or no limits");
@@ -394,16 +342,15 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
                                                  const std::vector<LayerMemory>& memory,
                                                  std::int64_t num_workers, double bandwidth_bytes_per_s,
                                                  const PlanLimits& limits) {
-  // partition() checks the layers. Its bottleneck is a lower bound if all workers have speed 1, because
-  // limits make no plan faster.
+  const bool alike = are_alike(limits.speeds) && are_alike(limits.memory_bytes);
+  check_size(layers.size(), num_workers, !alike);
+  // A lower bound if all workers have speed 1, because limits make no plan faster.
   const double unlimited_s = partition(layers, num_workers, bandwidth_bytes_per_s).bottleneck_s;
-  check_limits(layers, memory, num_workers, limits);
   const LimitedSearch search(layers, memory, num_workers, bandwidth_bytes_per_s, limits);
   // If workers differ, each number of used workers needs a search of its own, because the last stage always
   // gets the last used worker.
   std::optional<std::int64_t> best_workers;
   std::uint64_t best = bits_of(std::numeric_limits<double>::max());
-  const bool alike = are_alike(limits.speeds) && are_alike(limits.memory_bytes);
   for (std::int64_t used = alike ? num_workers : 1; used <= num_workers; ++used) {
     const std::int64_t from = alike ? 1 : used;
     std::uint64_t feasible = best;

@@ -41,9 +41,8 @@ struct LimitedPartition {
 };
 
 // Finds the partition; empty if nothing fits. Among equal plans it prefers fewer workers, then fewer stages.
-// memory: one entry per layer. Throws UserError for limits whose length does not fit the layers, workers or
-// stages, for impossible figures, for a problem that is too large (layers^2 workers^2 above 2e9), and for the
-// inputs that partition() refuses.
+// memory: one entry per layer. The limits are possible and fit the layers and workers (planning/limits.py).
+// Throws UserError for a problem that is too large (layers^2 workers^2 above 2e9).
 [[nodiscard]] std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& layers,
                                                                const std::vector<LayerMemory>& memory,
                                                                std::int64_t num_workers,

@@ -216,52 +216,6 @@ std::vector<PlannedStage> smallest_plan(const Problem& problem, double bottlenec
   return stages;
 }
 
-void check_cost(const char* name, std::size_t layer_index, double value) {
-  if (std::isfinite(value) && value >= 0) return;
-  throw UserError(std::string(name) + " of layer " + std::to_string(layer_index) + " is " +
-                  std::to_string(value) + "; it must be finite and not negative");
-}
-
-void check_factors(std::size_t layer_index, const LayerCost& layer) {
-  FactoredWeights::Sum sum;
-  for (const FactoredWeight& weight : layer.factors) {
-    check_cost("weight_bytes of factors", layer_index, weight.weight_bytes);
-    check_cost("factor_bytes", layer_index, weight.factor_bytes);
-    check_cost("product_s", layer_index, weight.product_s);
-    sum.add({weight.weight_bytes, weight.factor_bytes, weight.product_s, 0, 0});
-  }
-  const double rounding = 1 + 1e-9;
-  if (sum.weight_bytes > layer.parameter_bytes * rounding || sum.product_s > layer.compute_s * rounding) {
-    throw UserError("factors of layer " + std::to_string(layer_index) +
-                    " are of more bytes, or take longer, than the layer");
-  }
-}
-
-void check_layers(const std::vector<LayerCost>& layers, double bandwidth_bytes_per_s) {
-  if (layers.empty()) throw UserError("the profile has no layers; it needs at least one");
-  if (!std::isfinite(bandwidth_bytes_per_s) || bandwidth_bytes_per_s <= 0) {
-    throw UserError("bandwidth_bytes_per_s is " + std::to_string(bandwidth_bytes_per_s) +
-                    "; it must be finite and above 0");
-  }
-  StageCost everything;
-  for (std::size_t layer_index = 0; layer_index < layers.size(); ++layer_index) {
-    check_cost("compute_s", layer_index, layers[layer_index].compute_s);
-    check_cost("activation_bytes", layer_index, layers[layer_index].activation_bytes);
-    check_cost("parameter_bytes", layer_index, layers[layer_index].parameter_bytes);
-    check_factors(layer_index, layers[layer_index]);
-    everything.add(layers[layer_index]);
-  }
-  if (!std::isfinite(everything.compute_s) || !std::isfinite(everything.parameter_bytes)) {
-    throw UserError("the layers' compute_s or parameter_bytes add up to more than a double holds");
-  }
-}
-
-void check_microbatches(std::int64_t num_microbatches) {
-  if (num_microbatches >= 1 && num_microbatches <= kNumMicrobatchesMax) return;
-  throw UserError("num_microbatches is " + std::to_string(num_microbatches) + "; it must be between 1 and " +
-                  std::to_string(kNumMicrobatchesMax));
-}
-
 StageCost sum_cost(const std::vector<LayerCost>& layers, const PlannedStage& stage,
                    std::int64_t num_microbatches) {
   StageCost cost;
@@ -289,8 +243,6 @@ double bottleneck_s(const std::vector<LayerCost>& layers, const std::vector<Plan
 
 Partition partition(const std::vector<LayerCost>& layers, std::int64_t num_workers,
                     double bandwidth_bytes_per_s, bool straight, std::int64_t num_microbatches) {
-  check_layers(layers, bandwidth_bytes_per_s);
-  check_microbatches(num_microbatches);
   if (num_workers < 1 || num_workers > kNumReplicasMax) {
     throw UserError("num_workers is " + std::to_string(num_workers) + "; it must be between 1 and " +
                     std::to_string(kNumReplicasMax));

@@ -47,9 +47,9 @@ struct Partition {
                                   const std::vector<PlannedStage>& stages, double bandwidth_bytes_per_s,
                                   std::int64_t num_microbatches = 1);
 
-// Finds the partition. straight: every stage has one replica. Throws UserError for no layers, num_workers <
-// 1, a bandwidth that is not positive, a cost that is negative or not finite, and for factors that do not fit
-// their layer: weights with more bytes than the layer, or products that take longer than the layer computes.
+// Finds the partition. straight: every stage has one replica. There is at least one layer, and all figures
+// are finite and not negative (planning/layer_profile.py). Throws UserError for num_workers outside 1 to
+// kNumReplicasMax.
 [[nodiscard]] Partition partition(const std::vector<LayerCost>& layers, std::int64_t num_workers,
                                   double bandwidth_bytes_per_s, bool straight = false,
                                   std::int64_t num_microbatches = 1);

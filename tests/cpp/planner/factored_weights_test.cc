@@ -61,14 +61,5 @@ TEST(StageCost, OfFactorsEachReplicaSendsAndMultipliesAll) {
   EXPECT_DOUBLE_EQ(cost.time_s(10, 1e9), 1.0);  // dense: 10 x 20 = 2 x 100
 }
 
-TEST(StageCost, FactorsThatTheirLayerCannotHaveAreRefused) {
-  const LayerCost more_bytes{
-      .compute_s = 1, .activation_bytes = 0, .parameter_bytes = 10, .factors = {{11, 1, 0}}};
-  EXPECT_THROW(static_cast<void>(partition({more_bytes}, 2, 1.0)), UserError);
-  const LayerCost longer{
-      .compute_s = 1, .activation_bytes = 0, .parameter_bytes = 10, .factors = {{5, 1, 2}}};
-  EXPECT_THROW(static_cast<void>(partition({longer}, 2, 1.0)), UserError);
-}
-
 }  // namespace
 }  // namespace pipedream
