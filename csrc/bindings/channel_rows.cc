@@ -1,5 +1,7 @@
 #include "bindings/channel_rows.h"
 
+#include "bindings/id_caster.h"
+
 namespace py = pybind11;
 
 namespace pipedream {
@@ -23,9 +25,8 @@ py::dict stats_entry(const ChannelStats& stats) {
 py::list sent_rows(const std::vector<SentTransfer>& transfers) {
   py::list rows;
   for (const SentTransfer& sent : transfers) {
-    rows.append(py::make_tuple(sent.minibatch.value(), sent.microbatch.value(), sent.wire_bytes,
-                               sent.queued_ns, sent.started_ns, sent.copied_ns, sent.framed_ns,
-                               sent.released_ns));
+    rows.append(py::make_tuple(sent.minibatch, sent.microbatch, sent.wire_bytes, sent.queued_ns,
+                               sent.started_ns, sent.copied_ns, sent.framed_ns, sent.released_ns));
   }
   return rows;
 }
@@ -33,7 +34,7 @@ py::list sent_rows(const std::vector<SentTransfer>& transfers) {
 py::list received_rows(const std::vector<ReceivedTransfer>& transfers) {
   py::list rows;
   for (const ReceivedTransfer& received : transfers) {
-    rows.append(py::make_tuple(received.minibatch.value(), received.microbatch.value(), received.wire_bytes,
+    rows.append(py::make_tuple(received.minibatch, received.microbatch, received.wire_bytes,
                                received.arrived_ns, received.complete_ns));
   }
   return rows;

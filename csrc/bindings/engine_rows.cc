@@ -1,5 +1,7 @@
 #include "bindings/engine_rows.h"
 
+#include "bindings/id_caster.h"
+
 namespace py = pybind11;
 
 namespace pipedream {
@@ -7,7 +9,7 @@ namespace pipedream {
 py::list version_rows(const std::vector<VersionsRead>& versions) {
   py::list pairs;
   for (const VersionsRead& read : versions) {
-    pairs.append(py::make_tuple(read.forward.value(), read.backward.value()));
+    pairs.append(py::make_tuple(read.forward, read.backward));
   }
   return pairs;
 }
@@ -15,9 +17,9 @@ py::list version_rows(const std::vector<VersionsRead>& versions) {
 py::list span_rows(const std::vector<Span>& spans) {
   py::list rows;
   for (const Span& span : spans) {
-    rows.append(py::make_tuple(opcode_name(span.opcode), span.stage.value(), span.minibatch.value(),
-                               span.microbatch.value(), span.asked_ns, span.ready_ns, span.completed_ns,
-                               span.wait_ns, span.compute_ns));
+    rows.append(py::make_tuple(opcode_name(span.opcode), span.stage, span.minibatch, span.microbatch,
+                               span.asked_ns, span.ready_ns, span.completed_ns, span.wait_ns,
+                               span.compute_ns));
   }
   return rows;
 }

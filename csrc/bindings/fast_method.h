@@ -40,9 +40,9 @@ template <class Call>
   return pybind11::reinterpret_borrow<pybind11::list>(argument);
 }
 
-// method: (Self&, FastArguments) -> object. The strings are literals.
+// method: (Self&, FastArguments) -> object. name: a literal.
 template <class Self, auto method, std::size_t kNumArguments>
-void def_fast(const pybind11::object& bound_class, const char* name, const char* doc) {
+void def_fast(const pybind11::object& bound_class, const char* name) {
   static const char* const called = name;
   constexpr auto call = [](PyObject* self, PyObject* const* arguments,
                            Py_ssize_t num_arguments) -> PyObject* {
@@ -58,7 +58,7 @@ void def_fast(const pybind11::object& bound_class, const char* name, const char*
   PyObject* (*const function)(PyObject*, PyObject* const*, Py_ssize_t) = call;
   // NOLINTNEXTLINE(*-reinterpret-cast)
   const auto stored = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-  static PyMethodDef definition{name, stored, METH_FASTCALL, doc};
+  static PyMethodDef definition{name, stored, METH_FASTCALL, nullptr};
   // NOLINTNEXTLINE(*-reinterpret-cast)
   auto* const type = reinterpret_cast<PyTypeObject*>(bound_class.ptr());
   const auto made = pybind11::reinterpret_steal<pybind11::object>(PyDescr_NewMethod(type, &definition));

@@ -20,21 +20,18 @@ struct PyItemFields {
 // Python makes the object from zeroed memory, and frees it without a destructor.
 static_assert(std::is_trivially_copyable_v<ItemFields> && sizeof(bool) == sizeof(char));
 
-constexpr Py_ssize_t offset_of(std::size_t in_fields) {
-  return static_cast<Py_ssize_t>(offsetof(PyItemFields, fields) + in_fields);
+constexpr PyMemberDef member(const char* name, int type, std::size_t in_fields) {
+  return {name, type, static_cast<Py_ssize_t>(offsetof(PyItemFields, fields) + in_fields), 0, nullptr};
 }
 
 std::array<PyMemberDef, 8> g_members{{
-    {"data_fingerprint", T_ULONGLONG, offset_of(offsetof(ItemFields, data_fingerprint)), 0, nullptr},
-    {"loss_scale", T_DOUBLE, offset_of(offsetof(ItemFields, loss_scale)), 0, "0: the loss is not scaled."},
-    {"gradients_overflowed", T_BOOL, offset_of(offsetof(ItemFields, gradients_overflowed)), 0, nullptr},
-    {"is_empty", T_BOOL, offset_of(offsetof(ItemFields, is_empty)), 0, "The microbatch has no samples."},
-    {"num_minibatches", T_UINT, offset_of(offsetof(ItemFields, num_minibatches)), 0,
-     "Pushed gradients: microbatches in the sum; at the end of data: the run's minibatches."},
-    {"is_end_of_data", T_BOOL, offset_of(offsetof(ItemFields, is_end_of_data)), 0,
-     "The item has no gradients: no more of them will come."},
-    {"boundary_events", T_UBYTE, offset_of(offsetof(ItemFields, boundary_events)), 0,
-     "Bits: what is due at the boundary before the minibatch's group, or at the end."},
+    member("data_fingerprint", T_ULONGLONG, offsetof(ItemFields, data_fingerprint)),
+    member("loss_scale", T_DOUBLE, offsetof(ItemFields, loss_scale)),
+    member("gradients_overflowed", T_BOOL, offsetof(ItemFields, gradients_overflowed)),
+    member("is_empty", T_BOOL, offsetof(ItemFields, is_empty)),
+    member("num_minibatches", T_UINT, offsetof(ItemFields, num_minibatches)),
+    member("is_end_of_data", T_BOOL, offsetof(ItemFields, is_end_of_data)),
+    member("boundary_events", T_UBYTE, offsetof(ItemFields, boundary_events)),
     {},
 }};
 
@@ -76,9 +73,7 @@ py::object make_item_fields(const ItemFields& fields) {
 }
 
 void bind_item_fields(py::module_& module) {
-  std::array<PyType_Slot, 6> slots{{
-      {Py_tp_doc,
-       const_cast<char*>("What an item says of itself beside its tensors.")},  // NOLINT(*-const-cast)
+  std::array<PyType_Slot, 5> slots{{
       {Py_tp_members, g_members.data()},
       {Py_tp_new, reinterpret_cast<void*>(PyType_GenericNew)},  // NOLINT(*-reinterpret-cast)
       {Py_tp_init, reinterpret_cast<void*>(init)},              // NOLINT(*-reinterpret-cast)

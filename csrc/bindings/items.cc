@@ -34,48 +34,37 @@ struct PyWorkItem {
 };
 static_assert(sizeof(std::int64_t) == sizeof(long long) && sizeof(bool) == sizeof(char));
 
-constexpr Py_ssize_t offset_of(std::size_t in_fields) {
-  return static_cast<Py_ssize_t>(offsetof(PyWorkItem, fields) + in_fields);
+constexpr PyMemberDef object_member(const char* name, std::size_t offset) {
+  return {name, T_OBJECT, static_cast<Py_ssize_t>(offset), READONLY, nullptr};
 }
 
-constexpr PyMemberDef object_member(const char* name, std::size_t offset, const char* doc) {
-  return {name, T_OBJECT, static_cast<Py_ssize_t>(offset), READONLY, doc};
+constexpr PyMemberDef number_member(const char* name, std::size_t offset) {
+  return {name, T_LONGLONG, static_cast<Py_ssize_t>(offset), READONLY, nullptr};
 }
 
-constexpr PyMemberDef number_member(const char* name, std::size_t offset, const char* doc = nullptr) {
-  return {name, T_LONGLONG, static_cast<Py_ssize_t>(offset), READONLY, doc};
+constexpr PyMemberDef field_member(const char* name, int type, std::size_t in_fields) {
+  return {name, type, static_cast<Py_ssize_t>(offsetof(PyWorkItem, fields) + in_fields), READONLY, nullptr};
 }
 
 // The members of a WorkItem. A number becomes a Python object only when it is read, because most numbers are
 // never read.
 std::array<PyMemberDef, 17> g_members{{
-    object_member("kind", offsetof(PyWorkItem, kind),
-                  "FORWARD, RECOMPUTE, BACKWARD, UPDATE, EVALUATE, SEND, RECV or DONE"),
+    object_member("kind", offsetof(PyWorkItem, kind)),
     number_member("stage", offsetof(PyWorkItem, stage)),
     number_member("minibatch", offsetof(PyWorkItem, minibatch)),
     number_member("microbatch", offsetof(PyWorkItem, microbatch)),
     number_member("read_slot", offsetof(PyWorkItem, read_slot)),
     number_member("write_slot", offsetof(PyWorkItem, write_slot)),
-    object_member("edge", offsetof(PyWorkItem, edge), "SEND, RECV: which; else None."),
-    object_member("tensors", offsetof(PyWorkItem, tensors),
-                  "FORWARD, EVALUATE: activations from upstream. BACKWARD: gradients from downstream. RECV: "
-                  "the edge's, "
-                  "none where both ends are this worker's."),
-    {"data_fingerprint", T_ULONGLONG, offset_of(offsetof(ItemFields, data_fingerprint)), READONLY,
-     "FORWARD: that of the minibatch's data, taken at the first stage."},
-    {"gradients_overflowed", T_BOOL, offset_of(offsetof(ItemFields, gradients_overflowed)), READONLY,
-     "FORWARD: whether gradients of a stage upstream have overflowed."},
-    {"is_empty", T_BOOL, offset_of(offsetof(ItemFields, is_empty)), READONLY,
-     "FORWARD: the microbatch has no samples."},
-    {"is_end_of_data", T_BOOL, offset_of(offsetof(ItemFields, is_end_of_data)), READONLY,
-     "EVALUATE: there are no more validation minibatches, so there is nothing to compute."},
-    {"loss_scale", T_DOUBLE, offset_of(offsetof(ItemFields, loss_scale)), READONLY,
-     "BACKWARD: the factor by which the loss was scaled; 0: it was not."},
-    {"boundary_events", T_UBYTE, offset_of(offsetof(ItemFields, boundary_events)), READONLY,
-     "FORWARD: what is due at the boundary before the minibatch's group; DONE: at the end."},
-    number_member("freed_slot", offsetof(PyWorkItem, freed_slot),
-                  "The slot whose version is read no more since the item before; -1: none."),
-    number_member("num_minibatches", offsetof(PyWorkItem, num_minibatches), "DONE: how many there were."),
+    object_member("edge", offsetof(PyWorkItem, edge)),
+    object_member("tensors", offsetof(PyWorkItem, tensors)),
+    field_member("data_fingerprint", T_ULONGLONG, offsetof(ItemFields, data_fingerprint)),
+    field_member("gradients_overflowed", T_BOOL, offsetof(ItemFields, gradients_overflowed)),
+    field_member("is_empty", T_BOOL, offsetof(ItemFields, is_empty)),
+    field_member("is_end_of_data", T_BOOL, offsetof(ItemFields, is_end_of_data)),
+    field_member("loss_scale", T_DOUBLE, offsetof(ItemFields, loss_scale)),
+    field_member("boundary_events", T_UBYTE, offsetof(ItemFields, boundary_events)),
+    number_member("freed_slot", offsetof(PyWorkItem, freed_slot)),
+    number_member("num_minibatches", offsetof(PyWorkItem, num_minibatches)),
     {},
 }};
 
@@ -92,8 +81,7 @@ void deallocate(PyObject* self) {
 class WorkItemType {
  public:
   WorkItemType() {
-    std::array<PyType_Slot, 4> slots{{
-        {Py_tp_doc, const_cast<char*>("What to do next.")},  // NOLINT(*-const-cast)
+    std::array<PyType_Slot, 3> slots{{
         {Py_tp_members, g_members.data()},
         {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},  // NOLINT(*-reinterpret-cast)
         {0, nullptr},
@@ -164,22 +152,16 @@ void bind_items(py::module_& module) {
   g_work_item = new WorkItemType();  // NOLINT(cppcoreguidelines-owning-memory): as long as the process
   module.attr("WorkItem") = g_work_item->type();
   bind_item_fields(module);
-  py::class_<TensorExchange, std::shared_ptr<TensorExchange>> exchange(
-      module, "TensorExchange", "How a framework's tensors become the core's and back.");
+  py::class_<TensorExchange, std::shared_ptr<TensorExchange>> exchange(module, "TensorExchange");
   exchange
       .def(py::init<const py::object&, py::object, py::object, py::object>(), py::arg("tensor_type"),
-           py::arg("to_capsule"), py::arg("from_capsule"), py::arg("to_plain"),
-           "to_plain: the values of a tensor that is not plain contiguous memory, in one that is.")
-      .def_property_readonly("by_table", &TensorExchange::by_table,
-                             "By the type's table of C functions; else by capsules.");
-  def_fast<TensorExchange, &call_fingerprint, 1>(
-      exchange, "fingerprint",
-      "64 bits of what a list of tensors holds, with dtypes and shapes; None where one is not plain "
-      "contiguous host memory.");
-  py::class_<PyItem>(module, "ReceivedItem", "An item outside the schedule.")
+           py::arg("to_capsule"), py::arg("from_capsule"), py::arg("to_plain"))
+      .def_property_readonly("by_table", &TensorExchange::by_table);
+  def_fast<TensorExchange, &call_fingerprint, 1>(exchange, "fingerprint");
+  py::class_<PyItem>(module, "ReceivedItem")
       .def_readonly("fields", &PyItem::fields)
       .def_readonly("is_end", &PyItem::is_end)
-      .def("take_tensors", &PyItem::take_tensors, "DLPack capsules of its tensors, once.");
+      .def("take_tensors", &PyItem::take_tensors);
 }
 
 }  // namespace pipedream

@@ -53,22 +53,14 @@ void aggregate_parts(const std::vector<std::uintptr_t>& parts, std::int64_t num_
 }  // namespace
 
 void bind_param_server(py::module_& module) {
-  module.def(
-      "deal_shards", &deal_parameters, py::arg("parameters"), py::arg("num_replicas"), py::kw_only(),
-      py::arg("whole_tensors"), py::arg("num_spares") = 0,
-      "Chunks (shard, begin_bytes, end_bytes, [(parameter, first_element, num_elements)]) of a flat slot\n"
-      "of (name, dtype, num_elements) parameters; the shards of spares come after those of replicas.");
+  module.def("deal_shards", &deal_parameters, py::arg("parameters"), py::arg("num_replicas"), py::kw_only(),
+             py::arg("whole_tensors"), py::arg("num_spares") = 0);
   module.attr("SHARD_CHUNK_BYTES_MIN") = kShardChunkBytesMin;
   module.attr("NUM_SPARE_SLOTS") = kNumSpareSlots;
-  module.def("shard_chunk_bytes_max", &shard_chunk_bytes_max, py::arg("shard_bytes"),
-             "The largest chunk in which a shard of so many bytes travels.");
-  module.def("shard_shares", &shard_shares, py::arg("num_replicas"), py::arg("num_spares"),
-             "How large shards are, relative to each other: the replicas', then the spares'.");
-  module.def(
-      "aggregate", &aggregate_parts, py::arg("parts"), py::arg("num_minibatches"), py::arg("mean"),
-      py::arg("num_elements"), py::kw_only(), py::arg("dtype"), py::arg("num_threads") = 1,
-      "The sum of parts in host memory, added in their order, over the number of minibatches; mean may be\n"
-      "one of them. Addresses as integers; float32 and float64.");
+  module.def("shard_chunk_bytes_max", &shard_chunk_bytes_max, py::arg("shard_bytes"));
+  module.def("shard_shares", &shard_shares, py::arg("num_replicas"), py::arg("num_spares"));
+  module.def("aggregate", &aggregate_parts, py::arg("parts"), py::arg("num_minibatches"), py::arg("mean"),
+             py::arg("num_elements"), py::kw_only(), py::arg("dtype"), py::arg("num_threads") = 1);
 }
 
 }  // namespace pipedream

@@ -102,7 +102,7 @@ py::object partition_layers_within(const Figures& compute_s, const Figures& acti
 
 void bind_planner(py::module_& module) {
   using Shares = std::pair<double, double>;
-  py::class_<MemoryCosts>(module, "MemoryCosts", "What a worker's memory depends on besides the plan.")
+  py::class_<MemoryCosts>(module, "MemoryCosts")
       .def(py::init([](double model_copies, double state_copies, double step_copies, double data_bytes,
                        std::int64_t num_microbatches, Shares activations, Shares gradients, bool stages_apart,
                        bool asynchronous, bool reduces_together, bool whole_tensors, bool posts_versions,
@@ -131,13 +131,11 @@ void bind_planner(py::module_& module) {
            py::arg("posts_versions") = false, py::arg("has_spares") = false, py::arg("drains") = false,
            py::arg("staleness") = 0);
   module.attr("NUM_GRADIENT_SLOTS") = kNumGradientSlots;
-  module.def("num_unsent_max", &num_unsent_max, py::arg("in_flight_upstream"),
-             "Microbatches that may wait at the sender of a channel between stages.");
+  module.def("num_unsent_max", &num_unsent_max, py::arg("in_flight_upstream"));
   module.def("partition", &partition_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("num_workers"), py::arg("bandwidth_bytes_per_s"),
              py::arg("straight") = false, py::arg("factors") = Factors(), py::arg("num_microbatches") = 1,
-             py::call_guard<py::gil_scoped_release>(),
-             "The exact optimum: ([(first_layer, last_layer, num_replicas)], bottleneck_s).");
+             py::call_guard<py::gil_scoped_release>());
   module.def(
       "partition_within",
       [](const Figures& compute_s, const Figures& activation_bytes, const Figures& parameter_bytes,
@@ -156,8 +154,7 @@ void bind_planner(py::module_& module) {
       py::arg("bandwidth_bytes_per_s"), py::kw_only(), py::arg("saved_bytes"), py::arg("forward_s"),
       py::arg("speeds"), py::arg("memory_bytes"), py::arg("costs"), py::arg("may_recompute"),
       py::arg("last_layers"), py::arg("num_replicas"), py::arg("num_replicas_max"),
-      py::arg("factors") = Factors(), py::arg("frozen_bytes") = Figures(),
-      "([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes), or None.");
+      py::arg("factors") = Factors(), py::arg("frozen_bytes") = Figures());
   module.def(
       "memory_of_plan",
       [](const Figures& activation_bytes, const Figures& parameter_bytes, const Figures& saved_bytes,
@@ -180,10 +177,7 @@ void bind_planner(py::module_& module) {
       py::arg("activation_bytes"), py::arg("parameter_bytes"), py::kw_only(), py::arg("saved_bytes"),
       py::arg("stages"), py::arg("in_flight"), py::arg("num_versions"), py::arg("own_per_round"),
       py::arg("recompute"), py::arg("costs"), py::arg("factors") = Factors(),
-      py::arg("frozen_bytes") = Figures(),
-      "Bytes of a replica of each stage. in_flight, num_versions, own_per_round: microbatches at each, "
-      "versions\n"
-      "that each keeps but for those of staleness, and microbatches of which it makes an update.");
+      py::arg("frozen_bytes") = Figures());
   module.def(
       "replica_weight_bytes",
       [](double all_bytes, double largest_bytes, std::int64_t num_replicas, std::int64_t num_versions,
@@ -194,8 +188,7 @@ void bind_planner(py::module_& module) {
       },
       py::arg("all_bytes"), py::arg("largest_bytes"), py::kw_only(), py::arg("num_replicas"),
       py::arg("num_versions"), py::arg("costs"), py::arg("share") = py::none(),
-      py::arg("factored_bytes") = 0.0, py::arg("factor_bytes") = 0.0,
-      "Bytes of weights at a replica of a stage. share: the share that it owns; None: an equal one.");
+      py::arg("factored_bytes") = 0.0, py::arg("factor_bytes") = 0.0);
 }
 
 }  // namespace pipedream

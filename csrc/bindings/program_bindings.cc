@@ -1,5 +1,6 @@
 // Binds for pipedream._core the opcodes, programs as data and as text, and the replay that checks programs.
-// For Python an id is an int, and an opcode or a phase is its name. Called with the GIL held.
+// For Python an opcode or a phase is its name. Called with the GIL held.
+#include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -13,6 +14,7 @@
 
 #include "base/failure.h"
 #include "bindings/bindings.h"
+#include "bindings/id_caster.h"
 #include "schedule/listed_program.h"
 #include "schedule/transfers.h"
 #include "schedule/validator.h"
@@ -26,15 +28,15 @@ namespace {
 using Programs = std::vector<std::vector<Instruction>>;
 
 // (boundary, validation minibatches)
-using EvaluatedFields = std::vector<std::pair<std::int64_t, std::int64_t>>;
+using EvaluatedFields = std::vector<std::pair<MinibatchId, std::int64_t>>;
 
-std::vector<Instruction> make_worker_program(const ScheduleOptions& options, std::int64_t rank,
+std::vector<Instruction> make_worker_program(const ScheduleOptions& options, Rank rank,
                                              std::int64_t num_minibatches, const EvaluatedFields& evaluated) {
   const py::gil_scoped_release release;
-  if (evaluated.empty()) return make_program(options, Rank(rank), num_minibatches);
+  if (evaluated.empty()) return make_program(options, rank, num_minibatches);
   std::vector<Evaluated> all;
-  for (const auto& [boundary, number] : evaluated) all.push_back({MinibatchId(boundary), number});
-  return make_program(options, Rank(rank), num_minibatches, all);
+  for (const auto& [boundary, number] : evaluated) all.push_back({boundary, number});
+  return make_program(options, rank, num_minibatches, all);
 }
 
 ReplayReport replay_programs(const ScheduleOptions& options, std::int64_t num_minibatches,
@@ -68,24 +70,21 @@ constexpr auto kDurations =
     std::to_array<const char*>({"none", "forward", "recompute", "backward", "update"});
 
 void bind_opcodes(py::module_& module) {
-  py::class_<OpcodeTraits>(module, "OpcodeTraits", "An opcode's row of schedule/opcode.h.")
+  py::class_<OpcodeTraits>(module, "OpcodeTraits")
       .def_readonly("name", &OpcodeTraits::name)
-      .def_readonly("meaning", &OpcodeTraits::meaning, "In a sentence.")
-      .def_readonly("letter", &OpcodeTraits::letter, "In pictures and traces.")
+      .def_readonly("meaning", &OpcodeTraits::meaning)
+      .def_readonly("letter", &OpcodeTraits::letter)
       .def_readonly("travels", &OpcodeTraits::travels)
       .def_readonly("writes_version", &OpcodeTraits::writes_version)
       .def_property_readonly(
           "scope",
-          [](const OpcodeTraits& traits) { return kScopes.at(static_cast<std::size_t>(traits.scope)); },
-          "The number that names it: 'microbatch', 'round' or 'boundary'.")
+          [](const OpcodeTraits& traits) { return kScopes.at(static_cast<std::size_t>(traits.scope)); })
       .def_property_readonly(
           "stash",
-          [](const OpcodeTraits& traits) { return kStashes.at(static_cast<std::size_t>(traits.stash)); },
-          "The effect on its microbatch's stash: 'none', 'kept', 'restored' or 'released'.")
-      .def_property_readonly(
-          "duration",
-          [](const OpcodeTraits& traits) { return kDurations.at(static_cast<std::size_t>(traits.duration)); },
-          "The measured time that it takes: 'none', 'forward', 'recompute', 'backward' or 'update'.");
+          [](const OpcodeTraits& traits) { return kStashes.at(static_cast<std::size_t>(traits.stash)); })
+      .def_property_readonly("duration", [](const OpcodeTraits& traits) {
+        return kDurations.at(static_cast<std::size_t>(traits.duration));
+      });
   py::dict opcodes;
   for (const OpcodeTraits& traits : kOpcodeTraits) {
     opcodes[traits.name] = py::cast(traits, py::return_value_policy::reference);
@@ -94,113 +93,86 @@ void bind_opcodes(py::module_& module) {
 }
 
 void bind_edge(py::module_& module) {
-  py::class_<Edge>(module, "Edge", "A way between two stages' replicas, by what it carries.")
-      .def(py::init([](const std::string& kind, std::int64_t from_stage, std::int64_t to_stage,
-                       std::int64_t from_replica, std::int64_t to_replica) {
+  py::class_<Edge>(module, "Edge")
+      .def(py::init([](const std::string& kind, StageIndex from_stage, StageIndex to_stage,
+                       ReplicaIndex from_replica, ReplicaIndex to_replica) {
              const auto found = find_edge_kind(kind);
              if (!found) throw UserError("edge kind \"" + kind + "\" is unknown");
-             return Edge{*found,
-                         {StageIndex(from_stage), ReplicaIndex(from_replica)},
-                         {StageIndex(to_stage), ReplicaIndex(to_replica)}};
+             return Edge{*found, {from_stage, from_replica}, {to_stage, to_replica}};
            }),
            py::arg("kind"), py::arg("from_stage"), py::arg("to_stage"), py::arg("from_replica") = 0,
            py::arg("to_replica") = 0)
       .def_property_readonly("kind", [](const Edge& edge) { return edge_kind_name(edge.kind); })
-      .def_property_readonly("from_stage", [](const Edge& edge) { return edge.from.stage.value(); })
-      .def_property_readonly("to_stage", [](const Edge& edge) { return edge.to.stage.value(); })
-      .def_property_readonly("from_replica", [](const Edge& edge) { return edge.from.replica.value(); })
-      .def_property_readonly("to_replica", [](const Edge& edge) { return edge.to.replica.value(); })
-      .def(
-          "__eq__", [](const Edge& edge, const Edge& other) { return edge == other; }, py::is_operator())
-      .def("__hash__",
-           [](const Edge& edge) {
-             return py::hash(py::make_tuple(static_cast<int>(edge.kind), edge.from.stage.value(),
-                                            edge.from.replica.value(), edge.to.stage.value(),
-                                            edge.to.replica.value()));
-           })
+      .def_property_readonly("from_stage", [](const Edge& edge) { return edge.from.stage; })
+      .def_property_readonly("to_stage", [](const Edge& edge) { return edge.to.stage; })
+      .def_property_readonly("from_replica", [](const Edge& edge) { return edge.from.replica; })
+      .def_property_readonly("to_replica", [](const Edge& edge) { return edge.to.replica; })
+      .def(py::self == py::self)
+      .def("__hash__", [](const Edge& edge) { return static_cast<py::ssize_t>(EdgeHash()(edge)); })
       .def("__str__", [](const Edge& edge) { return to_string(edge); })
       .def("__repr__", [](const Edge& edge) { return "<" + to_string(edge) + ">"; });
-  module.def("edges_of", &edges_of, py::arg("options"), "The edges of the schedule, by kind and stages.");
+  module.def("edges_of", &edges_of, py::arg("options"));
   module.def(
       "items_of",
       [](const ScheduleOptions& options, const Edge& edge) {
         const EdgeItems items = items_of(options, edge);
         return std::pair(items.first, items.stride);
       },
-      py::arg("options"), py::arg("edge"),
-      "(first, stride) of what names the items of the edge: microbatches counted through the run for "
-      "activations and gradients, else minibatches.");
+      py::arg("options"), py::arg("edge"));
 }
 
 void bind_instruction(py::module_& module) {
-  py::class_<Instruction>(module, "Instruction", "One step of a worker's program.")
+  py::class_<Instruction>(module, "Instruction")
       .def_property_readonly("opcode",
                              [](const Instruction& instruction) { return opcode_name(instruction.opcode); })
       .def_property_readonly(
           "traits",
           [](const Instruction& instruction) -> const OpcodeTraits& { return traits_of(instruction.opcode); },
-          py::return_value_policy::reference, "Of its opcode.")
-      .def_property_readonly("stage",
-                             [](const Instruction& instruction) { return instruction.stage.value(); })
-      .def_property_readonly("replica",
-                             [](const Instruction& instruction) { return instruction.replica.value(); })
-      .def_property_readonly("minibatch",
-                             [](const Instruction& instruction) { return instruction.minibatch.value(); })
-      .def_property_readonly("microbatch",
-                             [](const Instruction& instruction) { return instruction.microbatch.value(); })
-      .def_property_readonly("version",
-                             [](const Instruction& instruction) { return instruction.version.value(); })
+          py::return_value_policy::reference)
+      .def_readonly("stage", &Instruction::stage)
+      .def_readonly("replica", &Instruction::replica)
+      .def_readonly("minibatch", &Instruction::minibatch)
+      .def_readonly("microbatch", &Instruction::microbatch)
+      .def_readonly("version", &Instruction::version)
       .def_property_readonly("edge",
                              [](const Instruction& instruction) -> std::optional<Edge> {
                                if (!travels(instruction.opcode)) return std::nullopt;
                                return instruction.edge;
                              })
-      .def(
-          "__eq__",
-          [](const Instruction& instruction, const Instruction& other) { return instruction == other; },
-          py::is_operator())
+      .def(py::self == py::self)
       .def("__str__", [](const Instruction& instruction) { return to_string(instruction); })
       .def("__repr__", [](const Instruction& instruction) { return "<" + to_string(instruction) + ">"; });
 }
 
 void bind_listed_program(py::module_& module) {
-  py::class_<ListedProgram, std::shared_ptr<ListedProgram>>(
-      module, "ListedProgram", "A schedule that is written down: what every worker computes.")
+  py::class_<ListedProgram, std::shared_ptr<ListedProgram>>(module, "ListedProgram")
       .def(py::init([](const std::string& text) {
              const py::gil_scoped_release release;
              return std::make_shared<ListedProgram>(ListedProgram::parse(text));
            }),
-           py::arg("text"), "ValueError names the line, or what a run of it would come to.")
+           py::arg("text"))
       .def_static(
           "of",
           [](const ScheduleOptions& options) {
             const py::gil_scoped_release release;
             return std::make_shared<ListedProgram>(ListedProgram::of(options));
           },
-          py::arg("options"), "What the schedule of the options computes.")
+          py::arg("options"))
       .def_property_readonly("text", &ListedProgram::to_text)
-      .def_property_readonly("note_on_unstashed", &ListedProgram::note_on_unstashed,
-                             "The first backward that reads another version than its forward, or empty.")
+      .def_property_readonly("note_on_unstashed", &ListedProgram::note_on_unstashed)
       .def_property_readonly("placement", &ListedProgram::placement)
       .def_property_readonly("num_stages", &ListedProgram::num_stages)
-      .def_property_readonly("num_microbatches", &ListedProgram::num_microbatches, "Of every minibatch.")
+      .def_property_readonly("num_microbatches", &ListedProgram::num_microbatches)
       .def_property_readonly("minibatches_per_body", &ListedProgram::minibatches_per_body)
-      .def_property_readonly("num_minibatches_listed", &ListedProgram::num_minibatches_listed,
-                             "Later ones repeat the last of them.")
+      .def_property_readonly("num_minibatches_listed", &ListedProgram::num_minibatches_listed)
       .def_property_readonly("versions_kept", &ListedProgram::versions_kept)
-      .def_property_readonly("in_flight", &ListedProgram::in_flight,
-                             "Per stage: the most microbatches that are forwarded and not yet backwarded.")
-      .def(
-          "__eq__", [](const ListedProgram& program, const ListedProgram& other) { return program == other; },
-          py::is_operator());
+      .def_property_readonly("in_flight", &ListedProgram::in_flight)
+      .def(py::self == py::self);
 }
 
 void bind_programs(py::module_& module) {
-  module.def(
-      "make_program", &make_worker_program, py::arg("options"), py::arg("rank"), py::arg("num_minibatches"),
-      py::arg("evaluated") = EvaluatedFields(),
-      "The whole list of one worker's instructions. evaluated: (boundary, validation minibatches) of each "
-      "evaluation.");
+  module.def("make_program", &make_worker_program, py::arg("options"), py::arg("rank"),
+             py::arg("num_minibatches"), py::arg("evaluated") = EvaluatedFields());
   module.def(
       "add_transfers",
       [](const ScheduleOptions& options, const Programs& computed, std::int64_t num_minibatches) {
@@ -212,32 +184,25 @@ void bind_programs(py::module_& module) {
         }
         return programs;
       },
-      py::arg("options"), py::arg("programs"), py::arg("num_minibatches"),
-      "Lists of what the workers compute, with the sends and receives that stand around it.");
+      py::arg("options"), py::arg("programs"), py::arg("num_minibatches"));
   module.attr("NUM_EVALUATION_SLOTS") = kNumEvaluationSlots;
   module.attr("EVALUATED_MINIBATCHES_MAX") = kEvaluatedMinibatchesMax;
-  module.def("print_programs", &print_programs, py::arg("programs"),
-             "All workers' programs as text: 'worker 0', then one instruction per line, and so on.");
+  module.def("print_programs", &print_programs, py::arg("programs"));
   module.def(
-      "parse_programs", [](const std::string& text) { return parse_programs(text); }, py::arg("text"),
-      "The inverse of print_programs. ValueError names the line; '#' starts a comment.");
+      "parse_programs", [](const std::string& text) { return parse_programs(text); }, py::arg("text"));
   module.def(
       "phase_of",
       [](const ScheduleOptions& options, const Instruction& instruction,
          std::optional<std::int64_t> num_minibatches) {
         return phase_name(phase_of(options, instruction, num_minibatches));
       },
-      py::arg("options"), py::arg("instruction"), py::arg("num_minibatches"),
-      "'warm-up', 'steady' or 'cool-down'; num_minibatches is None while it is unknown.");
+      py::arg("options"), py::arg("instruction"), py::arg("num_minibatches"));
   module.def(
       "replay",
       [](const ScheduleOptions& options, std::int64_t num_minibatches, std::optional<Programs> programs) {
         return to_dict(replay_programs(options, num_minibatches, std::move(programs)));
       },
-      py::arg("options"), py::arg("num_minibatches"), py::arg("programs") = py::none(),
-      "Replays the programs of all workers, by default make_program's. A dict: ok, error, the most "
-      "that was alive per stage (versions_live_max, activations_live_max), and edges: (edge, the most items "
-      "that can wait there).");
+      py::arg("options"), py::arg("num_minibatches"), py::arg("programs") = py::none());
 }
 
 }  // namespace

@@ -67,16 +67,11 @@ void bind_segments(py::module_& module) {
         g_arena = arena;
         return true;
       },
-      py::arg("address"), py::arg("num_bytes"), py::arg("device") = "host",
-      "Makes this memory, of the device \"host\" or \"cuda:0\", the process's arena. False while segments of "
-      "the arena before are in use.");
-  module.def(
-      "segment_arena_bytes",
-      []() -> std::pair<std::size_t, std::size_t> {
-        if (g_arena == nullptr) return {0, 0};
-        return {g_arena->used_bytes(), g_arena->peak_bytes()};
-      },
-      "(bytes in use, the most that were in use).");
+      py::arg("address"), py::arg("num_bytes"), py::arg("device") = "host");
+  module.def("segment_arena_bytes", []() -> std::pair<std::size_t, std::size_t> {
+    if (g_arena == nullptr) return {0, 0};
+    return {g_arena->used_bytes(), g_arena->peak_bytes()};
+  });
 }
 
 }  // namespace pipedream

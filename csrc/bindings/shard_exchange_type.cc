@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "bindings/id_caster.h"
 #include "bindings/waiting.h"
 
 namespace py = pybind11;
@@ -43,6 +44,26 @@ ExchangePeer peer_of(const ExchangePeerRow& row) {
           names.at(3),     names.at(4), names.at(5), is_posted};
 }
 
+ExchangeSpec spec_of(const py::kwargs& given, DeviceType device) {
+  ExchangeSpec spec;
+  spec.rounds = given["rounds"].cast<Rounds>();
+  spec.replica = given["replica"].cast<ReplicaIndex>();
+  spec.chunks = shard_of(given["shard"].cast<ExchangeShardRow>()).chunks;
+  for (const auto& [other, row] : given["peers"].cast<std::map<ReplicaIndex, ExchangePeerRow>>()) {
+    spec.peers.emplace(other, peer_of(row));
+  }
+  spec.own_slots = memory_of(given["own_slots"].cast<std::vector<std::uintptr_t>>());
+  spec.tied_slots = memory_of(given["tied_slots"].cast<std::vector<std::uintptr_t>>());
+  spec.push_slots = memory_of(given["push_slots"].cast<std::vector<std::uintptr_t>>());
+  spec.push_codec = codec_from_name(given["push_codec"].cast<std::string>());
+  spec.slot_of = given["slot_of"].cast<std::map<WeightVersion, SlotIndex>>();
+  spec.keeps_gradients = given["keeps_gradients"].cast<bool>();
+  spec.on_host = device == DeviceType::kHost;
+  spec.holds_versions = given["holds_versions"].cast<bool>();
+  spec.posts_early = given["posts_early"].cast<bool>();
+  return spec;
+}
+
 std::size_t push_slot_bytes(const std::vector<ExchangeShardRow>& shards, const std::string& codec) {
   PushLayout layout(codec_from_name(codec));
   for (const ExchangeShardRow& row : shards) {
@@ -54,33 +75,10 @@ std::size_t push_slot_bytes(const std::vector<ExchangeShardRow>& shards, const s
 
 }  // namespace
 
-PyShardExchange::PyShardExchange(Worker& worker, std::shared_ptr<TensorExchange> tensors,
-                                 const Rounds& rounds, std::int64_t replica, const ExchangeShardRow& shard,
-                                 const std::map<std::int64_t, ExchangePeerRow>& peers,
-                                 const std::vector<std::uintptr_t>& own_slots,
-                                 const std::vector<std::uintptr_t>& tied_slots,
-                                 const std::vector<std::uintptr_t>& push_slots, const std::string& push_codec,
-                                 const std::map<std::int64_t, std::int64_t>& slot_of, bool keeps_gradients,
-                                 bool holds_versions, bool posts_early)
-    : worker_(worker), tensors_(std::move(tensors)), exchange_(worker.make_exchange([&] {
-        ExchangeSpec spec;
-        spec.rounds = rounds;
-        spec.replica = ReplicaIndex(replica);
-        spec.chunks = shard_of(shard).chunks;
-        for (const auto& [other, row] : peers) spec.peers.emplace(other, peer_of(row));
-        spec.own_slots = memory_of(own_slots);
-        spec.tied_slots = memory_of(tied_slots);
-        spec.push_slots = memory_of(push_slots);
-        spec.push_codec = codec_from_name(push_codec);
-        for (const auto& [version, slot] : slot_of) {
-          spec.slot_of.emplace(WeightVersion(version), SlotIndex(slot));
-        }
-        spec.keeps_gradients = keeps_gradients;
-        spec.on_host = worker.device().type() == DeviceType::kHost;
-        spec.holds_versions = holds_versions;
-        spec.posts_early = posts_early;
-        return spec;
-      }())) {}
+PyShardExchange::PyShardExchange(Worker& worker, const py::kwargs& spec)
+    : worker_(worker),
+      tensors_(spec["tensors"].cast<std::shared_ptr<TensorExchange>>()),
+      exchange_(worker.make_exchange(spec_of(spec, worker.device().type()))) {}
 
 template <class Attempt>
 void PyShardExchange::wait(Attempt attempt) {
@@ -132,17 +130,17 @@ py::tuple PyShardExchange::begin_update(std::int64_t round) {
   for (const auto& [other, item] : begun.factors) {
     py::list of_other;
     for (const TensorView& tensor : item.tensors) of_other.append(lend(tensor, item.owner));
-    factors[py::int_(other.value())] = of_other;
+    factors[py::cast(other)] = of_other;
   }
   return py::make_tuple(begun.num_minibatches, factors);
 }
 
-void PyShardExchange::wait_for_readers(std::int64_t slot) {
-  wait([&](Deadline deadline) { return exchange_.wait_for_readers(SlotIndex(slot), deadline); });
+void PyShardExchange::wait_for_readers(SlotIndex slot) {
+  wait([&](Deadline deadline) { return exchange_.wait_for_readers(slot, deadline); });
 }
 
-void PyShardExchange::begin_version(std::int64_t slot) {
-  wait([&](Deadline deadline) { return exchange_.begin_version(SlotIndex(slot), deadline); });
+void PyShardExchange::begin_version(SlotIndex slot) {
+  wait([&](Deadline deadline) { return exchange_.begin_version(slot, deadline); });
 }
 
 py::list PyShardExchange::mean_of(std::int64_t chunk, int num_threads) {
@@ -177,62 +175,31 @@ void PyShardExchange::wait_for_pushes(std::int64_t num_rounds_left) {
   exchange_.collect_pushed();  // with the GIL, because this drops Python's tensors
 }
 
-void PyShardExchange::pull_from(std::int64_t other) {
-  wait([&](Deadline deadline) { return exchange_.pull_from(ReplicaIndex(other), deadline); });
-}
-
-py::dict PyShardExchange::contained() const {
-  py::dict rows;
-  for (const auto& [version, range] : exchange_.contained()) rows[py::int_(version.value())] = range;
-  return rows;
+void PyShardExchange::pull_from(ReplicaIndex other) {
+  wait([&](Deadline deadline) { return exchange_.pull_from(other, deadline); });
 }
 
 void bind_shard_exchange(py::module_& module) {
-  module.def("push_slot_bytes", &push_slot_bytes, py::arg("shards"), py::arg("codec"),
-             "The memory that a round's pushes to the owners of these shards take beside the gradients.");
-  py::class_<PyShardExchange>(module, "ShardExchange",
-                              "One owner's end of the exchange of a stage's shards. Compute thread.")
+  module.def("push_slot_bytes", &push_slot_bytes, py::arg("shards"), py::arg("codec"));
+  py::class_<PyShardExchange>(module, "ShardExchange")
       .def("push_ready", &PyShardExchange::push_ready, py::arg("parameter"), py::arg("gradient"),
-           py::arg("num_summed"),
-           "Gives a gradient of the round that is pushed next, flat, the sum over so many microbatches, and "
-           "sends the chunks of which all gradients are given.")
-      .def("push_factors", &PyShardExchange::push_factors, py::arg("factors"), py::arg("num_summed"),
-           "Sends the tensors to all others, as an item beside the round's chunks.")
-      .def("push", &PyShardExchange::push, py::arg("round"), py::arg("gradients"), py::arg("num_summed"),
-           "Gives all gradients of the round by parameter, None where there is none, sends the chunks that "
-           "have not left, and keeps the gradients for the round's update.")
-      .def("begin_update", &PyShardExchange::begin_update, py::arg("round"),
-           "Returns the number of the round's minibatches, and the factors by replica.")
-      .def("wait_for_readers", &PyShardExchange::wait_for_readers, py::arg("slot"),
-           "Waits until the slot's version has been sent to all other replicas.")
-      .def("begin_version", &PyShardExchange::begin_version, py::arg("slot"),
-           "As wait_for_readers(); then the next version is written into the slot.")
-      .def("mean_of", &PyShardExchange::mean_of, py::arg("chunk"), py::arg("num_threads") = 1,
-           "Waits until all have pushed the chunk. For each of its pieces the mean gradient, or (the parts "
-           "of the "
-           "mean, in the order of the replicas, and memory in which it may lie, or None).")
-      .def("publish", &PyShardExchange::publish, py::arg("chunk"),
-           "The chunk of the new version is written: sends it to the others.")
+           py::arg("num_summed"))
+      .def("push_factors", &PyShardExchange::push_factors, py::arg("factors"), py::arg("num_summed"))
+      .def("push", &PyShardExchange::push, py::arg("round"), py::arg("gradients"), py::arg("num_summed"))
+      .def("begin_update", &PyShardExchange::begin_update, py::arg("round"))
+      .def("wait_for_readers", &PyShardExchange::wait_for_readers, py::arg("slot"))
+      .def("begin_version", &PyShardExchange::begin_version, py::arg("slot"))
+      .def("mean_of", &PyShardExchange::mean_of, py::arg("chunk"), py::arg("num_threads") = 1)
+      .def("publish", &PyShardExchange::publish, py::arg("chunk"))
       .def("end_version", &PyShardExchange::end_version)
-      .def("wait_for_pushes", &PyShardExchange::wait_for_pushes, py::arg("num_rounds_left"),
-           "Waits until pushes of at most so many rounds are still to be sent.")
-      .def("pull_from", &PyShardExchange::pull_from, py::arg("other"),
-           "Waits for the next version of this replica's shard.")
-      .def("note_version", &PyShardExchange::note_version, py::arg("slot"),
-           "The slot has the next version, of an update that is of no round.")
+      .def("wait_for_pushes", &PyShardExchange::wait_for_pushes, py::arg("num_rounds_left"))
+      .def("pull_from", &PyShardExchange::pull_from, py::arg("other"))
       .def(
-          "whole_version",
-          [](const PyShardExchange& self) { return self.exchange().whole_version().value(); },
-          "The newest version of which all shards are here.")
-      .def(
-          "whole_slot",
-          [](const PyShardExchange& self) -> std::optional<std::int64_t> {
-            const auto slot = self.exchange().whole_slot();
-            return slot ? std::optional(slot->value()) : std::nullopt;
-          },
-          "The slot of whole_version; None if it has been overwritten.")
-      .def("contained", &PyShardExchange::contained,
-           "By version, the fewest and the most gradients in the chunks of the others.");
+          "note_version", [](PyShardExchange& self, SlotIndex slot) { self.exchange().note_version(slot); },
+          py::arg("slot"))
+      .def("whole_version", [](const PyShardExchange& self) { return self.exchange().whole_version(); })
+      .def("whole_slot", [](const PyShardExchange& self) { return self.exchange().whole_slot(); })
+      .def("contained", [](const PyShardExchange& self) { return self.exchange().contained(); });
 }
 
 }  // namespace pipedream

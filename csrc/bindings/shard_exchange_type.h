@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -32,29 +31,22 @@ using ExchangePeerRow = std::tuple<ExchangeShardRow, std::vector<std::string>, b
 
 class PyShardExchange {
  public:
-  // own_slots, tied_slots, push_slots: addresses.
-  PyShardExchange(Worker& worker, std::shared_ptr<TensorExchange> tensors, const Rounds& rounds,
-                  std::int64_t replica, const ExchangeShardRow& shard,
-                  const std::map<std::int64_t, ExchangePeerRow>& peers,
-                  const std::vector<std::uintptr_t>& own_slots, const std::vector<std::uintptr_t>& tied_slots,
-                  const std::vector<std::uintptr_t>& push_slots, const std::string& push_codec,
-                  const std::map<std::int64_t, std::int64_t>& slot_of, bool keeps_gradients,
-                  bool holds_versions, bool posts_early);
+  // spec: keywords with the names of ExchangeSpec's members, and `tensors`. shard: this owner's shard; peers:
+  // by owner; own_slots, tied_slots, push_slots: addresses.
+  PyShardExchange(Worker& worker, const pybind11::kwargs& spec);
 
   void push_ready(std::size_t parameter, const pybind11::object& gradient, std::int64_t num_summed);
   void push_factors(const pybind11::list& factors, std::int64_t num_summed);
   void push(std::int64_t round, const pybind11::list& gradients, std::int64_t num_summed);
   pybind11::tuple begin_update(std::int64_t round);
-  void wait_for_readers(std::int64_t slot);
-  void begin_version(std::int64_t slot);
+  void wait_for_readers(SlotIndex slot);
+  void begin_version(SlotIndex slot);
   pybind11::list mean_of(std::int64_t chunk, int num_threads);
   void publish(std::int64_t chunk);
   void end_version();
   void wait_for_pushes(std::int64_t num_rounds_left);
-  void pull_from(std::int64_t other);
-  void note_version(std::int64_t slot) { exchange_.note_version(SlotIndex(slot)); }
-  [[nodiscard]] pybind11::dict contained() const;
-  [[nodiscard]] const ShardExchange& exchange() const { return exchange_; }
+  void pull_from(ReplicaIndex other);
+  [[nodiscard]] ShardExchange& exchange() const { return exchange_; }
 
  private:
   void give(std::size_t parameter, const pybind11::object& gradient);

@@ -18,6 +18,7 @@
 
 #include "base/failure.h"
 #include "bindings/bindings.h"
+#include "bindings/id_caster.h"
 #include "planner/replay.h"
 
 namespace py = pybind11;
@@ -104,8 +105,8 @@ py::tuple simulate_programs(const Programs& programs, OneOrEach<StageDurations> 
   }
   py::list transfers;
   for (const Transfer& one : simulated.transfers) {
-    transfers.append(py::make_tuple(edge_kind_name(one.what), one.from_worker, one.to_worker,
-                                    one.minibatch.value(), one.microbatch.value(), one.begin_ms, one.end_ms));
+    transfers.append(py::make_tuple(edge_kind_name(one.what), one.from_worker, one.to_worker, one.minibatch,
+                                    one.microbatch, one.begin_ms, one.end_ms));
   }
   return py::make_tuple(timeline, transfers, summary_fields(summary));
 }
@@ -129,7 +130,7 @@ py::tuple summarize_programs(const Programs& programs,
 
 void bind_durations(py::module_& module) {
   using Given = std::optional<double>;
-  py::class_<StageDurations>(module, "StageDurations", "How long a stage takes, in milliseconds.")
+  py::class_<StageDurations>(module, "StageDurations")
       .def(py::init([](double forward_ms, double backward_ms, double update_ms, Given recompute_ms,
                        double pull_ms, Given later_forward_ms, Given later_backward_ms, Given push_ms,
                        double sync_latency_ms, std::optional<std::int64_t> num_replicas, double spare_push_ms,
@@ -170,8 +171,7 @@ void bind_durations(py::module_& module) {
       .def_readonly("backward_ms", &StageDurations::backward_ms)
       .def_readonly("update_ms", &StageDurations::update_ms)
       .def_readonly("pull_ms", &StageDurations::pull_ms);
-  py::class_<BoundaryDurations>(module, "BoundaryDurations",
-                                "How long a microbatch is on its way over a boundary, in milliseconds.")
+  py::class_<BoundaryDurations>(module, "BoundaryDurations")
       .def(py::init([](double activation_ms, double gradient_ms, double latency_ms) {
              return BoundaryDurations{activation_ms, gradient_ms, latency_ms};
            }),
@@ -187,21 +187,11 @@ void bind_simulation(py::module_& module) {
   bind_durations(module);
   module.def("steady_ms", &steady_ms_of, py::arg("options"), py::arg("num_minibatches"), py::arg("stages"),
              py::arg("boundaries"), py::kw_only(), py::arg("host"), py::arg("waking_after_ms"),
-             py::arg("one_link"), py::arg("factors"), py::arg("shuffled"),
-             "Milliseconds per minibatch of the schedule's lists, as simulate() has them.");
-  module.def(
-      "simulate", &simulate_programs, py::arg("programs"), py::arg("stages"), py::arg("boundaries"),
-      py::kw_only(), py::arg("host"), py::arg("waking_after_ms"), py::arg("one_link"), py::arg("factors"),
-      py::arg("shuffled"), py::arg("minibatches_per_body"),
-      "By worker ([begin_ms], [end_ms]) of its list; the transfers (kind, from_worker, to_worker, "
-      "minibatch,\n"
-      "microbatch, begin_ms, end_ms); and as summarize(). host: (number of a machine's workers, speeds "
-      "of\n"
-      "each of 1, 2, ... of them that are at work at once); factors: by kind; shuffled(worker, kind): "
-      "a deck of them.");
-  module.def(
-      "summarize", &summarize_programs, py::arg("programs"), py::arg("spans_ms"),
-      "(makespan_ms, bubble_share, steady_bubble_share, ms_per_minibatch) of lists that were done so.");
+             py::arg("one_link"), py::arg("factors"), py::arg("shuffled"));
+  module.def("simulate", &simulate_programs, py::arg("programs"), py::arg("stages"), py::arg("boundaries"),
+             py::kw_only(), py::arg("host"), py::arg("waking_after_ms"), py::arg("one_link"),
+             py::arg("factors"), py::arg("shuffled"), py::arg("minibatches_per_body"));
+  module.def("summarize", &summarize_programs, py::arg("programs"), py::arg("spans_ms"));
 }
 
 }  // namespace pipedream

@@ -99,29 +99,21 @@ void adam_step(const py::sequence& tensors, const std::string& dtype, std::int64
 }  // namespace
 
 void bind_weights(py::module_& module) {
-  module.def("weight_layout", &weight_layout, py::arg("parameters"),
-             "(slot_bytes, offsets) of (name, dtype, num_elements) parameters in a version's flat slot.");
+  module.def("weight_layout", &weight_layout, py::arg("parameters"));
   module.def("sgd_step", &sgd_step, py::arg("tensors"), py::kw_only(), py::arg("dtype"),
              py::arg("first_step"), py::arg("lr"), py::arg("momentum"), py::arg("dampening"),
              py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"), py::arg("gradient_scale") = 1,
-             py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
-             "One out-of-place SGD step. tensors: (num_elements, weight_in, weight_out, gradient,\n"
-             "momentum_buffer, master) each, addresses as integers; master is 0 but of bfloat16.");
-  module.def(
-      "adam_step", &adam_step, py::arg("tensors"), py::kw_only(), py::arg("dtype"), py::arg("step"),
-      py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
-      py::arg("decoupled_weight_decay"), py::arg("amsgrad"), py::arg("maximize"), py::arg("nesterov") = false,
-      py::arg("momentum_decay") = 0, py::arg("momentum_product") = 0, py::arg("gradient_scale") = 1,
-      py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
-      "One out-of-place Adam, AdamW or, with nesterov, NAdam step; step is 1 for the first.\n"
-      "momentum_product: of NAdam's momenta of all steps, this one's included. tensors: (num_elements,\n"
-      "weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, master) each.");
+             py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1);
+  module.def("adam_step", &adam_step, py::arg("tensors"), py::kw_only(), py::arg("dtype"), py::arg("step"),
+             py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+             py::arg("decoupled_weight_decay"), py::arg("amsgrad"), py::arg("maximize"),
+             py::arg("nesterov") = false, py::arg("momentum_decay") = 0, py::arg("momentum_product") = 0,
+             py::arg("gradient_scale") = 1, py::arg("device") = "host", py::arg("stream") = 0,
+             py::arg("num_threads") = 1);
   module.def(
       "share_openmp",
       [](const std::string& library_path) { return ThreadTeam::of_process().share_openmp(library_path); },
-      py::arg("library_path"),
-      "Kernels on several threads use the OpenMP pool of this loaded library from now on; False when it has\n"
-      "none: they keep threads of their own.");
+      py::arg("library_path"));
 }
 
 }  // namespace pipedream

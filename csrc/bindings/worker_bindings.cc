@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -23,6 +24,7 @@
 #include "bindings/channel_rows.h"
 #include "bindings/engine_rows.h"
 #include "bindings/fast_method.h"
+#include "bindings/id_caster.h"
 #include "bindings/item_fields_type.h"
 #include "bindings/items.h"
 #include "bindings/shard_exchange_type.h"
@@ -198,7 +200,7 @@ class PyWorker {
   }
 
   // edges: all edges with one end at this worker, each with the name of its channel.
-  void start(const ScheduleOptions& options, std::int64_t rank,
+  void start(const ScheduleOptions& options, Rank rank,
              const std::vector<std::pair<Edge, std::string>>& edges, std::shared_ptr<TensorExchange> tensors,
              std::size_t num_spans_max) {
     exchange_ = std::move(tensors);
@@ -208,7 +210,7 @@ class PyWorker {
     }
     std::vector<EdgeChannelName> channels;
     for (const auto& [edge, name] : edges) channels.push_back({edge, name});
-    worker_->start(options, Rank(rank), channels, num_spans_max);
+    worker_->start(options, rank, channels, num_spans_max);
   }
 
   py::object next_work() { return wait_for_work(std::nullopt, 0, py::none()); }
@@ -229,7 +231,7 @@ class PyWorker {
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
     worker_->engine().add_compute(began_ns, ended_ns);
   }
-  void begin_evaluation(std::int64_t boundary) { worker_->engine().begin_evaluation(MinibatchId(boundary)); }
+  void begin_evaluation(MinibatchId boundary) { worker_->engine().begin_evaluation(boundary); }
   void evaluate_first() { worker_->engine().evaluate_first(); }
   void end_of_data(std::int64_t num_minibatches, std::uint8_t events) {
     worker_->engine().end_of_data(num_minibatches, events);
@@ -287,16 +289,9 @@ class PyWorker {
   void stop_serving() { worker_->stop_serving(); }
   void fail(const std::string& why) { worker_->fail(why); }
 
-  py::list versions(std::int64_t stage) const {
-    return version_rows(worker_->engine().versions(StageIndex(stage)));
-  }
-  py::dict kept_versions(std::int64_t stage, std::int64_t minibatch) const {
-    py::dict slot_of_version;
-    const StageEngine& engine = worker_->engine();
-    for (const auto& [version, slot] : engine.kept_versions(StageIndex(stage), MinibatchId(minibatch))) {
-      slot_of_version[py::int_(version.value())] = slot.value();
-    }
-    return slot_of_version;
+  py::list versions(StageIndex stage) const { return version_rows(worker_->engine().versions(stage)); }
+  std::map<WeightVersion, SlotIndex> kept_versions(StageIndex stage, MinibatchId minibatch) const {
+    return worker_->engine().kept_versions(stage, minibatch);
   }
   py::list spans() const { return span_rows(worker_->engine().spans()); }
   // Returns (sent, received). Each is a dict from a channel to its rows, and is complete after
@@ -446,15 +441,9 @@ void bind_worker(py::module_& module) {
   bind_items(module);
   bind_shard_exchange(module);
 
-  py::class_<PyWorker> worker(module, "Worker",
-                              "One worker: device, pool, transport, channels and stage engine.");
+  py::class_<PyWorker> worker(module, "Worker");
   def_fast<PyWorker, [](PyWorker& self, FastArguments arguments) { return self.advance(arguments); }, 4>(
-      worker, "advance",
-      "(tensors, fields, compute_ns, while_waiting): completes the work item, which made these tensors "
-      "(the list is emptied), and returns the next, as next_work(). while_waiting: called if it has not "
-      "come, with the "
-      "item "
-      "without its tensors if it is known, else with None.");
+      worker, "advance");
   worker
       .def(py::init(&PyWorker::make), py::kw_only(), py::arg("device") = "host", py::arg("transport") = "zmq",
            py::arg("libzmq_path") = "", py::arg("bind_host") = "127.0.0.1", py::arg("ports") = py::none(),
@@ -469,91 +458,55 @@ void bind_worker(py::module_& module) {
            py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true, py::arg("codec") = "none",
            py::arg("places_on_device") = false, py::arg("num_transfers_kept") = 0,
            py::arg("num_residuals") = 1, py::arg("posted_into") = "", py::arg("num_posts_max") = 0)
-      .def("offer_device_memory", &PyWorker::offer_device_memory, py::call_guard<py::gil_scoped_release>(),
-           "(what senders need to try whether they can write into this device's memory, why there is none)")
+      .def("offer_device_memory", &PyWorker::offer_device_memory, py::call_guard<py::gil_scoped_release>())
       .def("why_out_of_reach", &PyWorker::why_out_of_reach, py::arg("offer"),
-           py::call_guard<py::gil_scoped_release>(), "Empty when this device can write into that memory.")
+           py::call_guard<py::gil_scoped_release>())
       .def("add_term", &PyWorker::add_term, py::arg("name"), py::arg("slot_bytes"), py::arg("num_slots"),
-           py::arg("staging") = false, py::arg("is_posted_into") = false,
-           "staging: in pinned host memory instead of the device's. is_posted_into: some channels receive "
-           "into it.")
+           py::arg("staging") = false, py::arg("is_posted_into") = false)
       .def("seal", &PyWorker::seal, py::call_guard<py::gil_scoped_release>())
       .def("listen", &PyWorker::listen, py::call_guard<py::gil_scoped_release>())
       .def("connect", &PyWorker::connect, py::arg("endpoints"), py::call_guard<py::gil_scoped_release>())
       .def("wait_open", &PyWorker::wait_open, py::arg("timeout_s"))
       .def("channels_not_open", [](PyWorker& self) { return self.worker().channels_not_open(); })
       .def("hold_slot", &PyWorker::hold_slot, py::arg("term"))
-      .def("residuals", &PyWorker::residuals, py::arg("channel"),
-           "The residuals of a channel that sends, per item in turn and tensor: flat uint8 tensors over "
-           "what its codec has left out so far. After seal(), before the first item or when all are sent.")
+      .def("residuals", &PyWorker::residuals, py::arg("channel"))
       .def(
           "make_exchange",
-          [](PyWorker& self, std::shared_ptr<TensorExchange> tensors, const Rounds& rounds,
-             std::int64_t replica, const ExchangeShardRow& shard,
-             const std::map<std::int64_t, ExchangePeerRow>& peers,
-             const std::vector<std::uintptr_t>& own_slots, const std::vector<std::uintptr_t>& tied_slots,
-             const std::vector<std::uintptr_t>& push_slots, const std::string& push_codec,
-             const std::map<std::int64_t, std::int64_t>& slot_of, bool keeps_gradients, bool holds_versions,
-             bool posts_early) {
-            return std::make_unique<PyShardExchange>(
-                self.worker(), std::move(tensors), rounds, replica, shard, peers, own_slots, tied_slots,
-                push_slots, push_codec, slot_of, keeps_gradients, holds_versions, posts_early);
+          [](PyWorker& self, const py::kwargs& spec) {
+            return std::make_unique<PyShardExchange>(self.worker(), spec);
           },
-          py::kw_only(), py::arg("tensors"), py::arg("rounds"), py::arg("replica"), py::arg("shard"),
-          py::arg("peers"), py::arg("own_slots"), py::arg("tied_slots"), py::arg("push_slots"),
-          py::arg("push_codec"), py::arg("slot_of"), py::arg("keeps_gradients"), py::arg("holds_versions"),
-          py::arg("posts_early"), py::keep_alive<0, 1>(),
-          "What the worker's program pushes and pulls goes through it from start() on. shard: this owner's; "
-          "peers: by owner theirs, with the channels there; see shard_exchange_type.h.")
+          py::keep_alive<0, 1>())
       .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("rank"), py::arg("edges"),
            py::arg("tensors"), py::arg("num_spans_max") = 50'000)
-      .def("next_work", &PyWorker::next_work,
-           "The first work item, and the one after end_of_data(). Blocks; raises RunFailure(kind, message).")
-      .def("add_compute", &PyWorker::add_compute, py::arg("began_ns"), py::arg("ended_ns"),
-           "When the device did the work of the oldest item that was completed with COMPUTED_LATER.")
-      .def("begin_evaluation", &PyWorker::begin_evaluation, py::arg("boundary"),
-           "While the first FORWARD of the minibatch at the boundary is being done, or when all is done: the "
-           "program has EVALUATEs of its weights. Only at replica 0 of each stage.")
-      .def("evaluate_first", &PyWorker::evaluate_first,
-           "Called instead of completing the FORWARD of a group's first microbatch, at the first stage: the "
-           "weights are evaluated before it, where the schedule drains. next_work() gives EVALUATEs, then "
-           "that FORWARD again.")
+      .def("next_work", &PyWorker::next_work)
+      .def("add_compute", &PyWorker::add_compute, py::arg("began_ns"), py::arg("ended_ns"))
+      .def("begin_evaluation", &PyWorker::begin_evaluation, py::arg("boundary"))
+      .def("evaluate_first", &PyWorker::evaluate_first)
       .def("end_of_data", &PyWorker::end_of_data, py::arg("num_minibatches"), py::arg("boundary_events") = 0)
-      .def("num_minibatches", &PyWorker::num_minibatches,
-           "Minibatches of the run; None while that is unknown.")
+      .def("num_minibatches", &PyWorker::num_minibatches)
       .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"),
            py::arg("fields") = ItemFields{}, py::arg("timeout_s") = 1e9)
-      .def("send_items", &PyWorker::send_items, py::arg("items"), py::arg("fields") = ItemFields{},
-           "items: (channel, tensors) each. Waits for room.")
+      .def("send_items", &PyWorker::send_items, py::arg("items"), py::arg("fields") = ItemFields{})
       .def("send_end", &PyWorker::send_end, py::arg("channel"))
       .def("wait_until_sent", &PyWorker::wait_until_sent, py::arg("channel"), py::arg("num_left_max") = 0,
-           py::arg("timeout_s") = 1e9,
-           "Waits until at most so many items are not sent yet; the others' memory may change. False at the "
-           "time-out.")
+           py::arg("timeout_s") = 1e9)
       .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9,
            py::arg("counts_as_wait") = true)
-      .def("receive_any", &PyWorker::receive_any, py::arg("channels"),
-           "(which of the channels, the next item of it), of the first that has one; None after "
-           "stop_serving(). For one more thread than the compute thread.")
-      .def("stop_serving", &PyWorker::stop_serving, "Any thread.")
-      .def("fail", &PyWorker::fail, py::arg("why"),
-           "Whoever waits in this worker raises RunFailure('Aborted', why). Any thread.")
+      .def("receive_any", &PyWorker::receive_any, py::arg("channels"))
+      .def("stop_serving", &PyWorker::stop_serving)
+      .def("fail", &PyWorker::fail, py::arg("why"))
       .def("versions", &PyWorker::versions, py::arg("stage"))
-      .def("kept_versions", &PyWorker::kept_versions, py::arg("stage"), py::arg("minibatch"),
-           "version -> slot of the versions that a run needs if it continues with this minibatch.")
+      .def("kept_versions", &PyWorker::kept_versions, py::arg("stage"), py::arg("minibatch"))
       .def("spans", &PyWorker::spans)
-      .def("transfers", &PyWorker::transfers,
-           "(channel -> rows of what was sent, channel -> rows of what was received), oldest first")
-      .def("wait_for_transfers", &PyWorker::wait_for_transfers, py::arg("timeout_s"),
-           "Until what was sent has left, so that transfers() is complete; False at the time-out.")
+      .def("transfers", &PyWorker::transfers)
+      .def("wait_for_transfers", &PyWorker::wait_for_transfers, py::arg("timeout_s"))
       .def("totals", &PyWorker::totals)
       .def("memory", &PyWorker::memory)
       .def("describe_memory", [](PyWorker& self) { return self.worker().pool()->describe(); })
       .def("channel_stats", &PyWorker::channel_stats)
       .def("channel_transports", [](PyWorker& self) { return self.worker().channel_transports(); })
       // pulse() keeps the GIL on purpose: a beat says that the interpreter runs.
-      .def(
-          "pulse", [](PyWorker& self) { self.worker().pulse(); }, "Any thread.")
+      .def("pulse", [](PyWorker& self) { self.worker().pulse(); })
       .def(
           "abort", [](PyWorker& self, const std::string& why) { self.worker().abort(why); }, py::arg("why"))
       .def(
@@ -564,8 +517,7 @@ void bind_worker(py::module_& module) {
           },
           py::arg("linger_s") = 5.0);
 
-  module.def("poisons_released_slots", &poison_by_default,
-             "Whether memory is filled with NaN when nobody may read it any more ($PIPEDREAM_POISON).");
+  module.def("poisons_released_slots", &poison_by_default);
   py::list dtypes;
   for (int code = 0; code <= std::numeric_limits<std::uint8_t>::max(); ++code) {
     if (is_known_dtype(static_cast<std::uint8_t>(code))) {
@@ -578,8 +530,7 @@ void bind_worker(py::module_& module) {
   module.attr("STAGING_TERM") = kStagingTerm;
   module.attr("RESIDUAL_TERM") = kResidualTerm;
   module.attr("ENCODED_TERM") = kEncodedTerm;
-  module.def("slot_stride_bytes", &slot_stride_bytes, py::arg("slot_bytes"),
-             "What a slot of so many bytes takes in the pool.");
+  module.def("slot_stride_bytes", &slot_stride_bytes, py::arg("slot_bytes"));
   module.attr("NUM_TENSORS_MAX") = py::int_(ItemSpec::kNumTensorsMax);
   module.attr("NUM_DIMS_MAX") = py::int_(kNumDimsMax);
   module.attr("COMPUTED_LATER") = kComputedLater;
@@ -590,20 +541,16 @@ void bind_worker(py::module_& module) {
         const WireLayout wire(item, codec_from_name(codec));
         return py::make_tuple(item.slot_bytes(), wire.slot_bytes(), wire.residual_bytes(), wire.encodes());
       },
-      py::arg("tensors"), py::arg("codec"),
-      "Bytes of a slot on the device, of one on the wire, and kept by the codec; whether it encodes "
-      "anything.");
+      py::arg("tensors"), py::arg("codec"));
   module.def(
       "codec_name", [](const std::string& name) { return codec_name(codec_from_name(name)); },
-      py::arg("name"), "The codec's name in full; raises ValueError naming the choices.");
-  module.def("derived_seed", &derived_seed, py::arg("seed"), py::arg("number"),
-             "The 63-bit seed that derives from a seed by number.");
-  module.def("make_curve_keys", &make_curve_keys, py::arg("libzmq_path") = "",
-             "A new pair of Z85 keys: (public, secret).");
+      py::arg("name"));
+  module.def("derived_seed", &derived_seed, py::arg("seed"), py::arg("number"));
+  module.def("make_curve_keys", &make_curve_keys, py::arg("libzmq_path") = "");
   module.def("die_with_parent", &die_with_parent, py::arg("parent_pid"));
   module.def("keep_freed_memory", &keep_freed_memory);
   module.def("cuda_available", &cuda_available);
-  module.def("why_no_cuda", &why_no_cuda, "Why the core has no CUDA device; empty where it has one.");
+  module.def("why_no_cuda", &why_no_cuda);
   module.def("built_with_cuda", &built_with_cuda);
 }
 

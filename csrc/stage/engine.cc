@@ -97,15 +97,14 @@ const std::vector<VersionsRead>& StageEngine::versions(StageIndex stage) const {
   return part_of(stage).versions;
 }
 
-std::vector<StageEngine::KeptVersion> StageEngine::kept_versions(StageIndex stage,
-                                                                 MinibatchId minibatch) const {
+std::map<WeightVersion, SlotIndex> StageEngine::kept_versions(StageIndex stage, MinibatchId minibatch) const {
   const Part& part = part_of(stage);
   const VersionSlots& slots = *part.stage_part.slots;
   const std::int64_t next = part.rounds.number_of(minibatch, MicrobatchIndex(0));
-  std::vector<KeptVersion> kept;
+  std::map<WeightVersion, SlotIndex> kept;
   for (WeightVersion version = part.rule.oldest_from(next); version <= slots.newest();
        version = version.next()) {
-    if (slots.is_held(version)) kept.push_back({version, slots.slot_of(version)});
+    if (slots.is_held(version)) kept[version] = slots.slot_of(version);
   }
   return kept;
 }

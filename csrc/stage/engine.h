@@ -23,6 +23,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -146,11 +147,8 @@ class StageEngine {
   // The versions, with their slots, that a run needs at this stage if it continues with the minibatch. These
   // are the versions from the oldest that any replica's microbatch from there on reads up to the newest. Call
   // it between the update before the minibatch and the minibatch's own update.
-  struct KeptVersion {
-    WeightVersion version;
-    SlotIndex slot;
-  };
-  [[nodiscard]] std::vector<KeptVersion> kept_versions(StageIndex stage, MinibatchId minibatch) const;
+  [[nodiscard]] std::map<WeightVersion, SlotIndex> kept_versions(StageIndex stage,
+                                                                 MinibatchId minibatch) const;
   [[nodiscard]] std::vector<Span> spans() const { return times_.spans(); }  // oldest first
   [[nodiscard]] EngineTotals totals() const { return times_.totals(); }
   // The number of completed work items. Any thread.

@@ -1,4 +1,6 @@
-# The types of the C++ core (csrc/bindings). Capsules are DLPack capsules. Times are in nanoseconds on the
+# The types of the C++ core. Each function and class has the name of the one in csrc/ that it binds, and the
+# header there describes it. Docstrings here give what differs in Python: the entries of tuples, None, and
+# functions that exist only in csrc/bindings. Capsules are DLPack capsules. Times are in nanoseconds on the
 # monotonic clock.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -87,8 +89,10 @@ class Placement:
     @property
     def num_spares(self) -> int: ...
     def rank_of(self, stage: int, replica: int = 0) -> int: ...
-    def ranks_of(self, stage: int) -> list[int]: ...
-    def replica_at(self, rank: int) -> int: ...
+    def ranks_of(self, stage: int) -> list[int]:
+        """Returns the ranks of the replicas, in order."""
+    def replica_at(self, rank: int) -> int:
+        """Returns the replica of the rank's first stage."""
     def stages_at(self, rank: int) -> list[int]: ...
 
 class Rounds:
@@ -115,10 +119,12 @@ class Rounds:
     def num_microbatches(self) -> int: ...
     @property
     def own_per_round(self) -> int: ...
-    def own_microbatches(self, replica: int, minibatch: int) -> list[int]: ...
+    def own_microbatches(self, replica: int, minibatch: int) -> list[int]:
+        """Returns the replica's microbatches of the minibatch."""
     def is_first_of_minibatch(self, microbatch: int) -> bool: ...
     def is_last_of_minibatch(self, microbatch: int) -> bool: ...
-    def is_first_of_round(self, minibatch: int, microbatch: int) -> bool: ...
+    def is_first_of_round(self, minibatch: int, microbatch: int) -> bool:
+        """Whether the microbatch is its replica's first of the round."""
     @property
     def first_version(self) -> int: ...
     def round_of(self, minibatch: int) -> int: ...
@@ -167,7 +173,8 @@ class ScheduleOptions:
         program: ListedProgram | None = None,
         evaluates: bool = False,
     ) -> None: ...
-    def with_recompute(self, recompute: Sequence[bool]) -> ScheduleOptions: ...
+    def with_recompute(self, recompute: Sequence[bool]) -> ScheduleOptions:
+        """Returns the same options with another recompute."""
     @property
     def schedule(self) -> str: ...
     @property
@@ -229,10 +236,21 @@ class ScheduleRules:
     def works_as(self, other: ScheduleRules) -> bool: ...
 
 def schedule_names() -> list[str]: ...
-def find_schedule_rules(schedule: str) -> ScheduleRules | None: ...
-def check_exclusions(traits: Sequence[tuple[str, str | None]]) -> None: ...
-def exclusions() -> list[tuple[str, str, str, str]]: ...
-def trait_names() -> dict[str, str]: ...
+def find_schedule_rules(schedule: str) -> ScheduleRules | None:
+    """Returns the rules of a schedule by its name or a former name. None: no schedule has this name."""
+
+def check_exclusions(traits: Sequence[tuple[str, str | None]]) -> None:
+    """Raises ValueError if two of the traits exclude each other.
+
+    traits: pairs of a trait's key and its text for the error. None: the usual text."""
+
+def exclusions() -> list[tuple[str, str, str, str]]:
+    """Returns all rows: the keys of two traits, the reason for which they exclude each other, and the
+    remedy."""
+
+def trait_names() -> dict[str, str]:
+    """Returns the traits' names in the printed table, by key."""
+
 def num_microbatches_min(schedule: str, in_flight: Sequence[int], placement: Placement) -> int: ...
 def drains_every_minibatch(options: ScheduleOptions) -> bool: ...
 def derive_in_flight(num_replicas: Sequence[int]) -> list[int]: ...
@@ -242,7 +260,9 @@ def tied_version(options: ScheduleOptions, owner: int, minibatch: int, microbatc
 def num_versions_kept(options: ScheduleOptions, stage: int) -> int: ...
 def stashes_versions(options: ScheduleOptions, stage: int) -> bool: ...
 def oldest_version(options: ScheduleOptions, stage: int) -> int: ...
-def oldest_tied_version(options: ScheduleOptions, owner: int, minibatch: int, microbatch: int = 0) -> int: ...
+def oldest_tied_version(options: ScheduleOptions, owner: int, minibatch: int, microbatch: int = 0) -> int:
+    """Returns the oldest version of the tied parameters that this microbatch or a later one reads."""
+
 def num_tied_versions_kept(options: ScheduleOptions, owner: int) -> int: ...
 def num_tied_versions_ahead(options: ScheduleOptions, owner: int, user: int) -> int: ...
 def num_microbatches_in_flight(options: ScheduleOptions, stage: int) -> int: ...
@@ -255,16 +275,31 @@ def make_program(
     rank: int,
     num_minibatches: int,
     evaluated: Sequence[tuple[int, int]] = (),
-) -> list[Instruction]: ...
-def phase_of(options: ScheduleOptions, instruction: Instruction, num_minibatches: int | None) -> str: ...
+) -> list[Instruction]:
+    """Returns the whole list of one worker's instructions.
+
+    evaluated: pairs of a boundary and the number of validation minibatches there."""
+
+def phase_of(options: ScheduleOptions, instruction: Instruction, num_minibatches: int | None) -> str:
+    """Returns "warm-up", "steady" or "cool-down". num_minibatches: None while it is unknown."""
+
 def replay(
     options: ScheduleOptions, num_minibatches: int, programs: Sequence[Sequence[Instruction]] | None = None
-) -> dict[str, Any]: ...
+) -> dict[str, Any]:
+    """Replays the programs of all workers. programs: None stands for make_program() of each worker.
+
+    The result has "ok", "error", the largest counts by stage ("versions_live_max", "activations_live_max"),
+    and "edges" with pairs of an edge and the most items that can wait there."""
+
 def edges_of(options: ScheduleOptions) -> list[Edge]: ...
-def items_of(options: ScheduleOptions, edge: Edge) -> tuple[int, int]: ...
+def items_of(options: ScheduleOptions, edge: Edge) -> tuple[int, int]:
+    """Returns (first, stride)."""
+
 def add_transfers(
     options: ScheduleOptions, programs: Sequence[Sequence[Instruction]], num_minibatches: int
-) -> list[list[Instruction]]: ...
+) -> list[list[Instruction]]:
+    """Adds the sends and receives to lists of what all workers compute."""
+
 def print_programs(programs: Sequence[Sequence[Instruction]]) -> str: ...
 def parse_programs(text: str) -> list[list[Instruction]]: ...
 def partition(
@@ -276,7 +311,8 @@ def partition(
     straight: bool = False,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
     num_microbatches: int = 1,
-) -> tuple[list[tuple[int, int, int]], float]: ...
+) -> tuple[list[tuple[int, int, int]], float]:
+    """Returns ([(first_layer, last_layer, num_replicas)], bottleneck_s)."""
 
 NUM_GRADIENT_SLOTS: int
 
@@ -322,7 +358,10 @@ def partition_within(
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
     frozen_bytes: Sequence[float] = (),
     num_microbatches: int = 1,
-) -> tuple[list[tuple[int, int, int]], float, list[bool], list[float]] | None: ...
+) -> tuple[list[tuple[int, int, int]], float, list[bool], list[float]] | None:
+    """Returns ([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes). None: no
+    plan fits."""
+
 def memory_of_plan(
     activation_bytes: Sequence[float],
     parameter_bytes: Sequence[float],
@@ -336,7 +375,11 @@ def memory_of_plan(
     costs: MemoryCosts,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
     frozen_bytes: Sequence[float] = (),
-) -> list[float]: ...
+) -> list[float]:
+    """Returns the bytes of a replica of each stage.
+
+    stages: (first_layer, last_layer, num_replicas) of each stage. num_versions: without those of
+    staleness."""
 
 class StageDurations:
     """How long a stage's work takes, in milliseconds. Forward and backward times are per microbatch,
@@ -430,10 +473,19 @@ def simulate(
     list[tuple[list[float], list[float]]],
     list[tuple[str, int, int, int, int, float, float]],
     tuple[float, float, float | None, float | None],
-]: ...
+]:
+    """Returns three values: for each worker the begins and the ends of its instructions; the transfers; the
+    values of summarize(). All times are in milliseconds.
+
+    host: the number of a machine's workers, and the speed of each while 1, 2, ... of them work. factors: by
+    opcode. shuffled: returns a worker's next deck of an opcode's factors. A transfer is (kind, from_worker,
+    to_worker, minibatch, microbatch, begin_ms, end_ms)."""
+
 def summarize(
     programs: Sequence[Sequence[Instruction]], spans_ms: Sequence[Sequence[tuple[float, float]]]
-) -> tuple[float, float, float | None, float | None]: ...
+) -> tuple[float, float, float | None, float | None]:
+    """Returns (makespan_ms, bubble_share, steady_bubble_share, ms_per_minibatch)."""
+
 def replica_weight_bytes(
     all_bytes: float,
     largest_bytes: float,
@@ -444,8 +496,14 @@ def replica_weight_bytes(
     share: float | None = None,
     factored_bytes: float = 0.0,
     factor_bytes: float = 0.0,
-) -> float: ...
-def weight_layout(parameters: Sequence[tuple[str, str, int]]) -> tuple[int, list[int]]: ...
+) -> float:
+    """share: the share of the weights that the replica owns. None: an equal share."""
+
+def weight_layout(parameters: Sequence[tuple[str, str, int]]) -> tuple[int, list[int]]:
+    """Returns the bytes of a slot and the offset of each parameter.
+
+    parameters: (name, dtype, number of elements) of each."""
+
 def sgd_step(
     tensors: Sequence[tuple[int, ...]],
     *,
@@ -461,7 +519,10 @@ def sgd_step(
     device: str = "host",
     stream: int = 0,
     num_threads: int = 1,
-) -> None: ...
+) -> None:
+    """tensors: (num_elements, weight_in, weight_out, gradient, momentum_buffer, master) of each tensor. All
+    but the first are addresses; master is 0 unless the dtype is bfloat16."""
+
 def adam_step(
     tensors: Sequence[tuple[int, ...]],
     *,
@@ -482,14 +543,19 @@ def adam_step(
     device: str = "host",
     stream: int = 0,
     num_threads: int = 1,
-) -> None: ...
+) -> None:
+    """tensors: (num_elements, weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, master)
+    of each tensor. All but the first are addresses; master is 0 unless the dtype is bfloat16."""
+
 def deal_shards(
     parameters: Sequence[tuple[str, str, int]],
     num_replicas: int,
     *,
     whole_tensors: bool,
     num_spares: int = 0,
-) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]: ...
+) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
+    """Returns the chunks: (shard, begin_bytes, end_bytes, pieces). A piece is (parameter, first element,
+    number of elements). The shards of spares come after those of replicas."""
 
 SHARD_CHUNK_BYTES_MIN: int  # the largest chunk's bytes in the smallest shards, and in all shards with spares
 EVALUATED_MINIBATCHES_MAX: int  # the most validation minibatches of one evaluation
@@ -506,20 +572,31 @@ def aggregate(
     *,
     dtype: str,
     num_threads: int = 1,
-) -> None: ...
-def push_slot_bytes(shards: Sequence[tuple[list[Any], str]], codec: str) -> int: ...
+) -> None:
+    """parts, mean: addresses in host memory. mean may be one of the parts."""
+
+def push_slot_bytes(shards: Sequence[tuple[list[Any], str]], codec: str) -> int:
+    """Returns the bytes of a push slot. shards: those of all other owners, as in
+    bindings/shard_exchange_type.h."""
 
 class ShardExchange:
-    def push_ready(self, parameter: int, gradient: Any, num_summed: int) -> None: ...
+    def push_ready(self, parameter: int, gradient: Any, num_summed: int) -> None:
+        """Gives a gradient of the round, as a flat tensor, and sends the chunks that are complete."""
     def push_factors(self, factors: list[Any], num_summed: int) -> None: ...
-    def push(self, round: int, gradients: list[Any], num_summed: int) -> None: ...
-    def begin_update(self, round: int) -> tuple[int, dict[int, list[Any]]]: ...
+    def push(self, round: int, gradients: list[Any], num_summed: int) -> None:
+        """Gives the gradients of the round that are not given yet, by parameter, sends the other chunks, and
+        keeps the gradients for the round's update. None: the parameter has no gradient."""
+    def begin_update(self, round: int) -> tuple[int, dict[int, list[Any]]]:
+        """Returns the number of the round's minibatches, and the factors by replica."""
     def wait_for_readers(self, slot: int) -> None: ...
     def begin_version(self, slot: int) -> None: ...
-    def mean_of(self, chunk: int, num_threads: int = 1) -> list[Any]: ...
+    def mean_of(self, chunk: int, num_threads: int = 1) -> list[Any]:
+        """Returns for each piece its mean gradient, or a pair: the parts of the mean in the order of the
+        replicas, and memory in which the mean may lie, or None."""
     def publish(self, chunk: int) -> None: ...
     def end_version(self) -> None: ...
-    def wait_for_pushes(self, num_rounds_left: int) -> None: ...
+    def wait_for_pushes(self, num_rounds_left: int) -> None:
+        """Waits until pushes of at most num_rounds_left rounds are still to be sent."""
     def pull_from(self, other: int) -> None: ...
     def note_version(self, slot: int) -> None: ...
     def whole_version(self) -> int: ...
@@ -527,9 +604,15 @@ class ShardExchange:
     def contained(self) -> dict[int, tuple[int, int]]: ...
 
 def share_openmp(library_path: str) -> bool: ...
-def poisons_released_slots() -> bool: ...
-def open_segment_arena(address: int, num_bytes: int, device: str = "host") -> bool: ...
-def segment_arena_bytes() -> tuple[int, int]: ...
+def poisons_released_slots() -> bool:
+    """Whether free slots are filled with NaN ($PIPEDREAM_POISON)."""
+
+def open_segment_arena(address: int, num_bytes: int, device: str = "host") -> bool:
+    """Makes this memory the process's arena. device: "host" or "cuda:0". Returns False while segments of an
+    earlier arena are in use."""
+
+def segment_arena_bytes() -> tuple[int, int]:
+    """Returns the bytes in use, and the most bytes that were in use."""
 
 DTYPES: list[str]  # the dtypes that channels can send, by torch's names
 SHARED_MEMORY: str  # the transport of a channel if both ends map the receiver's host memory
@@ -544,8 +627,14 @@ NUM_TENSORS_MAX: int  # tensors of a channel's item
 NUM_DIMS_MAX: int  # dimensions of such a tensor
 COMPUTED_LATER: int
 
-def channel_bytes(tensors: Sequence[tuple[str, int, int]], codec: str) -> tuple[int, int, int, bool]: ...
-def codec_name(name: str) -> str: ...
+def channel_bytes(tensors: Sequence[tuple[str, int, int]], codec: str) -> tuple[int, int, int, bool]:
+    """Returns the bytes of a slot on the device, the bytes of a slot on the wire, the bytes that the codec
+    keeps, and whether the codec encodes anything. tensors: (dtype, number of dimensions, largest bytes) of
+    each."""
+
+def codec_name(name: str) -> str:
+    """Returns the codec's full name. Raises ValueError naming the choices."""
+
 def derived_seed(seed: int, number: int) -> int: ...
 def make_curve_keys(libzmq_path: str = "") -> tuple[str, str]: ...
 def die_with_parent(parent_pid: int) -> None: ...
@@ -555,22 +644,32 @@ def why_no_cuda() -> str: ...
 def built_with_cuda() -> bool: ...
 
 class WorkItem:
+    """A work item. Which attributes have a meaning depends on the kind."""
+
     kind: str
+    """FORWARD, RECOMPUTE, BACKWARD, UPDATE, EVALUATE, SEND, RECV or DONE."""
     stage: int
     minibatch: int
     microbatch: int
     read_slot: int
     write_slot: int
     edge: Edge | None
+    """The edge of a SEND or a RECV; None for other kinds."""
     tensors: list[Any]
+    """FORWARD and EVALUATE: activations from upstream. BACKWARD: gradients from downstream. RECV: the edge's
+    tensors, none if both ends are at this worker."""
     data_fingerprint: int
     gradients_overflowed: bool
     is_empty: bool
     is_end_of_data: bool
+    """EVALUATE: there are no more validation minibatches, so there is nothing to compute."""
     loss_scale: float
     boundary_events: int
+    """FORWARD: events due before the minibatch's group. DONE: events due at the end."""
     freed_slot: int
+    """The slot whose version is no longer read after the previous item; -1 if there is none."""
     num_minibatches: int
+    """DONE: the number of minibatches of the run."""
 
 class ItemFields:
     data_fingerprint: int
@@ -602,14 +701,17 @@ class TensorExchange:
     ) -> None: ...
     @property
     def by_table(self) -> bool: ...
-    def fingerprint(self, tensors: list[Any], /) -> int | None: ...
+    def fingerprint(self, tensors: list[Any], /) -> int | None:
+        """Returns a 64-bit fingerprint of the tensors with their dtypes and shapes. None: a tensor is not
+        contiguous host memory."""
 
 class ReceivedItem:
     @property
     def fields(self) -> ItemFields: ...
     @property
     def is_end(self) -> bool: ...
-    def take_tensors(self) -> list[Any]: ...
+    def take_tensors(self) -> list[Any]:
+        """Returns one capsule per tensor. A second call returns none."""
 
 class Worker:
     def __init__(
@@ -654,7 +756,8 @@ class Worker:
         posted_into: str = "",
         num_posts_max: int = 0,
     ) -> None: ...
-    def offer_device_memory(self) -> tuple[str, str]: ...
+    def offer_device_memory(self) -> tuple[str, str]:
+        """Returns the offer, and the reason if there is none."""
     def why_out_of_reach(self, offer: str) -> str: ...
     def add_term(
         self,
@@ -669,8 +772,11 @@ class Worker:
     def connect(self, endpoints: dict[str, str]) -> None: ...
     def wait_open(self, timeout_s: float) -> bool: ...
     def channels_not_open(self) -> list[str]: ...
-    def hold_slot(self, term: str) -> Any: ...
-    def residuals(self, channel: str) -> list[list[Any]]: ...
+    def hold_slot(self, term: str) -> Any:
+        """Returns a flat uint8 tensor over a slot of the term."""
+    def residuals(self, channel: str) -> list[list[Any]]:
+        """Returns flat uint8 tensors over the codec's residuals, by item in turn and by tensor. Call it after
+        seal(), before the first item or when all items are sent."""
     def start(
         self,
         *,
@@ -680,7 +786,8 @@ class Worker:
         tensors: TensorExchange,
         num_spans_max: int = 50000,
     ) -> None: ...
-    def next_work(self) -> WorkItem: ...
+    def next_work(self) -> WorkItem:
+        """Waits for the first work item, or for the item after end_of_data(). Raises RunFailure."""
     def advance(
         self,
         tensors: list[Any],
@@ -688,7 +795,11 @@ class Worker:
         compute_ns: int,
         while_waiting: Callable[[WorkItem | None], None] | None,
         /,
-    ) -> WorkItem: ...
+    ) -> WorkItem:
+        """Completes the work item, which made these tensors, and waits for the next item. Empties the list.
+
+        while_waiting: called if the next item is not there yet, with the item without its tensors, or with
+        None if the item is unknown."""
     def add_compute(self, began_ns: int, ended_ns: int) -> None: ...
     def begin_evaluation(self, boundary: int) -> None: ...
     def evaluate_first(self) -> None: ...
@@ -700,17 +811,24 @@ class Worker:
     def send_items(self, items: Sequence[tuple[str, list[Any]]], fields: ItemFields = ...) -> None: ...
     def send_end(self, channel: str) -> None: ...
     def make_exchange(self, **spec: Any) -> ShardExchange: ...  # see shard_exchange_type.h
-    def wait_until_sent(self, channel: str, num_left_max: int = 0, timeout_s: float = 1e9) -> bool: ...
+    def wait_until_sent(self, channel: str, num_left_max: int = 0, timeout_s: float = 1e9) -> bool:
+        """Waits until at most num_left_max items are unsent. Returns False at the time-out."""
     def receive_item(
         self, channel: str, timeout_s: float = 1e9, counts_as_wait: bool = True
     ) -> ReceivedItem | None: ...
-    def receive_any(self, channels: Sequence[str]) -> tuple[int, ReceivedItem] | None: ...
+    def receive_any(self, channels: Sequence[str]) -> tuple[int, ReceivedItem] | None:
+        """Returns the index of the first channel that has an item, and the item. None: stop_serving() was
+        called."""
     def stop_serving(self) -> None: ...
     def fail(self, why: str) -> None: ...
     def versions(self, stage: int) -> list[tuple[int, int]]: ...
-    def kept_versions(self, stage: int, minibatch: int) -> dict[int, int]: ...
+    def kept_versions(self, stage: int, minibatch: int) -> dict[int, int]:
+        """Returns the slot of each version that a run needs at the stage if it continues with the
+        minibatch."""
     def spans(self) -> list[tuple[str, int, int, int, int, int, int, int, int]]: ...
-    def transfers(self) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, list[tuple[int, ...]]]]: ...
+    def transfers(self) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, list[tuple[int, ...]]]]:
+        """Returns, by channel, the rows of items that were sent and of items that were received, oldest
+        first."""
     def wait_for_transfers(self, timeout_s: float) -> bool: ...
     def totals(self) -> dict[str, int]: ...
     def memory(self) -> list[tuple[str, int, int]]: ...

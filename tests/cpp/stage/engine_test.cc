@@ -226,13 +226,13 @@ TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
       if (freed) content(work, *freed) = kPoison;
     }
     for (const auto& [stage, slots] : slots_) {  // for a run that goes on
-      const std::vector<StageEngine::KeptVersion> kept =
+      const std::map<WeightVersion, SlotIndex> kept =
           engine_->kept_versions(stage, MinibatchId(num_minibatches));
       ASSERT_FALSE(kept.empty());
       if (stashes_versions(options_, stage)) {
-        EXPECT_EQ(kept.front().version, forward_version(options_, stage, MinibatchId(num_minibatches)));
+        EXPECT_EQ(kept.begin()->first, forward_version(options_, stage, MinibatchId(num_minibatches)));
       }
-      EXPECT_EQ(kept.back().version, slots->newest());
+      EXPECT_EQ(kept.rbegin()->first, slots->newest());
       for (const auto& [version, slot] : kept) {
         EXPECT_EQ(contents.at(stage).at(static_cast<std::size_t>(slot.value())), version.value());
       }
