@@ -127,30 +127,23 @@ void check_length(const char* name, std::size_t length, const ScheduleOptions& o
                   std::to_string(options.in_flight.size()) + " stages; give one per stage, or none");
 }
 
-// Throws "stage 1 is at rank 2; it must be at rank 1: " and the reason. For replicas other than the first the
-// text begins with "stage 1 replica 1 is".
+// Throws "stage 1 is at rank 2; it must be at rank 1: " and the reason.
 [[noreturn]] void refuse_rank(const Place& place, std::int64_t expected, const std::string& why) {
-  const std::int64_t replica = place.replica.value();
-  throw UserError("stage " + std::to_string(place.stage.value()) +
-                  (replica == 0 ? std::string() : " replica " + std::to_string(replica)) + " is at rank " +
+  throw UserError("stage " + std::to_string(place.stage.value()) + " is at rank " +
                   std::to_string(place.rank.value()) + "; it must be at rank " + std::to_string(expected) +
                   ": " + why);
 }
 
-// The reason for which a place belongs at another rank, under a schedule that has one stage per worker.
-const char* why_elsewhere(const Placement& placement, const Place& place) {
-  if (placement.stages_at(place.rank).size() > 1)
-    return "only schedule \"interleaved\" runs several stages at a worker";
-  if (place.is_spare) return "spares lie behind all replicas, stage by stage";
-  return "stages lie at the ranks in order, replica by replica";
-}
-
+// Placement::in_order() places replicas and spares in order, so only single replicas may be elsewhere.
 void check_one_stage_per_worker(const Placement& placement) {
-  std::int64_t next_replica = 0;
-  std::int64_t next_spare = static_cast<std::int64_t>(placement.places().size()) - placement.num_spares();
+  if (placement.num_ranks() > placement.num_stages()) return;
   for (const Place& place : placement.places()) {
-    const std::int64_t expected = place.is_spare ? next_spare++ : next_replica++;
-    if (place.rank.value() != expected) refuse_rank(place, expected, why_elsewhere(placement, place));
+    const std::int64_t expected = place.stage.value();
+    if (place.rank.value() == expected) continue;
+    refuse_rank(place, expected,
+                placement.stages_at(place.rank).size() > 1
+                    ? "only schedule \"interleaved\" runs several stages at a worker"
+                    : "stages lie at the ranks in order, replica by replica");
   }
 }
 

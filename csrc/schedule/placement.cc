@@ -1,8 +1,8 @@
 #include "schedule/placement.h"
 
 #include <algorithm>
+#include <set>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "base/failure.h"
@@ -13,43 +13,51 @@ namespace {
 // The largest number of ranks. It is far above any cluster, and keeps counts of places inside 64 bits.
 constexpr std::int64_t kNumRanksMax = std::int64_t{1} << 30;
 
-auto order_of(const Place& place) { return std::tie(place.stage, place.replica); }
-
 // "stage 1 replica 0"
 std::string name_of(StageIndex stage, std::int64_t replica) {
   return "stage " + std::to_string(stage.value()) + " replica " + std::to_string(replica);
 }
 
-std::string name_of(const Place& place) { return name_of(place.stage, place.replica.value()); }
-
-std::string at_rank(const Place& place) { return " at rank " + std::to_string(place.rank.value()); }
-
-void check_numbers(const Place& place) {
-  const auto [least, most] = std::minmax({place.stage.value(), place.replica.value(), place.rank.value()});
-  if (least >= 0 && most < kNumRanksMax) return;
-  throw UserError(name_of(place) + at_rank(place) + ": all three are counted from 0, to " +
-                  std::to_string(kNumRanksMax - 1));
+// Throws UserError for a rank out of range, and for ranks with a gap.
+void check_ranks(const std::vector<std::int64_t>& rank_of_stage) {
+  const std::set<std::int64_t> ranks(rank_of_stage.begin(), rank_of_stage.end());
+  std::int64_t next = 0;
+  for (const std::int64_t rank : ranks) {
+    const auto stage = std::ranges::find(rank_of_stage, rank) - rank_of_stage.begin();
+    const std::string name = name_of(StageIndex(stage), 0);
+    if (rank < 0 || rank >= kNumRanksMax) {
+      throw UserError(name + " is at rank " + std::to_string(rank) + "; ranks are counted from 0, to " +
+                      std::to_string(kNumRanksMax - 1));
+    }
+    if (rank > next) {
+      throw UserError("nothing is placed at rank " + std::to_string(next) + ", and " + name + " is at rank " +
+                      std::to_string(rank) + "; ranks have no gaps");
+    }
+    ++next;
+  }
 }
 
 }  // namespace
 
 Placement::Placement(std::vector<Place> places) : places_(std::move(places)) {
-  for (const Place& place : places_) {
-    check_numbers(place);
+  std::ranges::sort(places_, {}, [](const Place& place) { return std::pair(place.stage, place.replica); });
+  for (std::size_t index = 0; index < places_.size(); ++index) {
+    const Place& place = places_[index];
+    if (place.replica == ReplicaIndex(0)) stages_.push_back({.first_place = index});
+    Stage& stage = stages_.back();
+    stage.num_owners = place.replica.value() + 1;
+    if (place.is_spare) {
+      ++num_spares_;
+    } else {
+      stage.num_replicas = stage.num_owners;
+    }
     num_ranks_ = std::max(num_ranks_, place.rank.value() + 1);
-    if (place.is_spare) ++num_spares_;
   }
-  std::sort(places_.begin(), places_.end(),
-            [](const Place& one, const Place& other) { return order_of(one) < order_of(other); });
-  count_stages();
-  check_spares();
-  check_gaps();
-  check_ranks();
 }
 
 Placement Placement::at_ranks(const std::vector<std::int64_t>& rank_of_stage) {
+  check_ranks(rank_of_stage);
   std::vector<Place> places;
-  places.reserve(rank_of_stage.size());
   for (const std::int64_t rank : rank_of_stage) {
     places.push_back({StageIndex(static_cast<std::int64_t>(places.size())), {}, Rank(rank)});
   }
@@ -86,67 +94,6 @@ Placement Placement::in_order(const std::vector<std::int64_t>& num_replicas,
     add(stage, num_replicas[stage], num_spares[stage], true);
   }
   return Placement(std::move(places));
-}
-
-// Counts the replicas of each stage from the index of its last one. check_gaps() makes sure that none is
-// missing.
-void Placement::count_stages() {
-  for (std::size_t index = 0; index < places_.size(); ++index) {
-    const bool is_first = index == 0 || places_[index].stage != places_[index - 1].stage;
-    if (is_first) stages_.push_back({.first_place = index});
-    Stage& stage = stages_.back();
-    stage.num_owners = places_[index].replica.value() + 1;
-    if (!places_[index].is_spare) stage.num_replicas = stage.num_owners;
-  }
-}
-
-void Placement::check_spares() const {
-  for (std::size_t index = 0; index < places_.size(); ++index) {
-    const bool is_first = index == 0 || places_[index].stage != places_[index - 1].stage;
-    const bool is_behind_spare = !is_first && places_[index - 1].is_spare;
-    if (!(places_[index].is_spare ? is_first : is_behind_spare)) continue;
-    const Place& spare = places_[places_[index].is_spare ? index : index - 1];
-    throw UserError(name_of(spare) + at_rank(spare) +
-                    " is a spare; spares count on from the replicas of their stage");
-  }
-}
-
-void Placement::check_gaps() const {
-  for (std::size_t index = 1; index < places_.size(); ++index) {
-    if (order_of(places_[index]) != order_of(places_[index - 1])) continue;
-    throw UserError(name_of(places_[index]) + " is placed twice," + at_rank(places_[index - 1]) + " and" +
-                    at_rank(places_[index]));
-  }
-  std::size_t next = 0;
-  for (std::size_t stage_index = 0; stage_index < stages_.size(); ++stage_index) {
-    const Stage& stage = stages_[stage_index];
-    const StageIndex due_stage(static_cast<std::int64_t>(stage_index));
-    for (std::int64_t replica = 0; replica < stage.num_owners; ++replica, ++next) {
-      const Place due{due_stage, ReplicaIndex(replica), {}};
-      if (next < places_.size() && order_of(places_[next]) == order_of(due)) continue;
-      throw UserError(name_of(due) + " is placed nowhere; stages and replicas have no gaps");
-    }
-  }
-}
-
-void Placement::check_ranks() const {
-  std::vector<Place> by_rank = places_;
-  std::stable_sort(by_rank.begin(), by_rank.end(),
-                   [](const Place& one, const Place& other) { return one.rank < other.rank; });
-  std::int64_t next = 0;
-  for (std::size_t index = 0; index < by_rank.size(); ++index) {
-    const Place& place = by_rank[index];
-    if (place.rank.value() > next) {
-      throw UserError("nothing is placed at rank " + std::to_string(next) + ", and " + name_of(place) +
-                      " is" + at_rank(place) + "; ranks have no gaps");
-    }
-    next = place.rank.value() + 1;
-    if (index == 0 || by_rank[index - 1].rank != place.rank || by_rank[index - 1].stage != place.stage) {
-      continue;
-    }
-    throw UserError(name_of(by_rank[index - 1]) + " and " + name_of(place) + " are both" + at_rank(place) +
-                    "; replicas of a stage lie at different ranks");
-  }
 }
 
 const Placement::Stage& Placement::stage_at(StageIndex stage) const {

@@ -22,15 +22,12 @@ struct Place {
 class Placement {
  public:
   Placement() = default;  // of no stage
-  // places: in any order. Stages, the replicas of each stage, and ranks are counted from 0 without gaps. The
-  // indices of a stage's spares (program.h) follow those of its replicas. Throws UserError naming stage,
-  // replica and rank for places that break these rules, for a place that is given twice, and for two replicas
-  // of a stage at one rank.
-  explicit Placement(std::vector<Place> places);
-  // Places one replica of each stage, at these ranks.
+  // Places one replica of each stage, at these ranks. Throws UserError for a rank below 0, and for ranks with
+  // a gap.
   [[nodiscard]] static Placement at_ranks(const std::vector<std::int64_t>& rank_of_stage);
   // Places all replicas stage by stage, each at the next rank, and then all spares stage by stage.
-  // num_spares: the number of spares of each stage; empty if there are none.
+  // num_spares: the number of spares (program.h) of each stage; empty if there are none. Throws UserError for
+  // a stage without replicas, and for negative or too large numbers.
   [[nodiscard]] static Placement in_order(const std::vector<std::int64_t>& num_replicas,
                                           const std::vector<std::int64_t>& num_spares = {});
 
@@ -59,10 +56,7 @@ class Placement {
     std::int64_t num_owners = 0;
   };
 
-  void count_stages();
-  void check_gaps() const;
-  void check_spares() const;
-  void check_ranks() const;
+  explicit Placement(std::vector<Place> places);  // all places of the stages, in any order
   [[nodiscard]] const Stage& stage_at(StageIndex stage) const;
 
   std::vector<Place> places_;  // by stage and replica, without gaps

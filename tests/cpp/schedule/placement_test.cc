@@ -15,9 +15,9 @@ Place at(std::int64_t stage, std::int64_t replica, std::int64_t rank) {
   return {StageIndex(stage), ReplicaIndex(replica), Rank(rank)};
 }
 
-std::string error_of(const std::vector<Place>& places) {
+std::string error_at_ranks(const std::vector<std::int64_t>& rank_of_stage) {
   try {
-    const Placement placement(places);
+    const Placement placement = Placement::at_ranks(rank_of_stage);
     return "";
   } catch (const UserError& error) {
     return error.what();
@@ -62,10 +62,7 @@ TEST(Placement, OfSparesGivesEachARankAfterThoseOfAllReplicas) {
   EXPECT_EQ(Placement::in_order({2, 1}, {0, 0}), Placement::in_order({2, 1}));
 }
 
-TEST(Placement, RefusesSparesThatDoNotCountOnFromReplicas) {
-  EXPECT_EQ(error_of({{StageIndex(0), ReplicaIndex(0), Rank(0), true}}),
-            "stage 0 replica 0 at rank 0 is a spare; spares count on from the replicas of their stage");
-  EXPECT_NE(error_of({at(0, 0, 0), {StageIndex(0), ReplicaIndex(1), Rank(1), true}, at(0, 2, 2)}), "");
+TEST(Placement, RefusesImpossibleNumbersOfSpares) {
   EXPECT_THROW((void)Placement::in_order({2, 1}, {1}), UserError);
   EXPECT_THROW((void)Placement::in_order({2, 1}, {-1, 0}), UserError);
 }
@@ -78,45 +75,22 @@ TEST(Placement, OfSeveralStagesAtARankListsThemInOrder) {
   EXPECT_EQ(placement.stages_at(Rank(2)), Stages());
 }
 
-TEST(Placement, IsTheSameWhateverTheOrderOfThePlaces) {
-  const Placement placement({at(1, 0, 2), at(0, 1, 1), at(0, 0, 0)});
-  EXPECT_EQ(placement.rank_of(StageIndex(0), ReplicaIndex(1)), Rank(1));
-  EXPECT_EQ(placement, Placement::in_order({2, 1}));
-}
-
 TEST(Placement, OfNothingIsEmpty) {
   EXPECT_TRUE(Placement().empty());
   EXPECT_EQ(Placement().num_ranks(), 0);
-  EXPECT_EQ(Placement(std::vector<Place>()), Placement());
+  EXPECT_EQ(Placement::in_order({}), Placement());
 }
 
-TEST(Placement, RefusesAPlaceThatIsGivenTwice) {
-  EXPECT_EQ(error_of({at(0, 0, 0), at(0, 0, 1)}),
-            "stage 0 replica 0 is placed twice, at rank 0 and at rank 1");
-}
-
-TEST(Placement, RefusesGaps) {
-  const std::string why = " is placed nowhere; stages and replicas have no gaps";
-  EXPECT_EQ(error_of({at(1, 0, 0)}), "stage 0 replica 0" + why);
-  EXPECT_EQ(error_of({at(0, 0, 0), at(2, 0, 1)}), "stage 1 replica 0" + why);
-  EXPECT_EQ(error_of({at(0, 0, 0), at(0, 2, 1)}), "stage 0 replica 1" + why);
-  EXPECT_EQ(error_of({at(0, 0, 0), at(1, 0, 2)}),
+TEST(Placement, RefusesRanksWithAGap) {
+  EXPECT_EQ(error_at_ranks({0, 2}),
             "nothing is placed at rank 1, and stage 1 replica 0 is at rank 2; ranks have no gaps");
-}
-
-TEST(Placement, RefusesTwoReplicasOfAStageAtOneRank) {
-  EXPECT_EQ(error_of({at(0, 0, 0), at(0, 1, 0)}),
-            "stage 0 replica 0 and stage 0 replica 1 are both at rank 0; replicas of a stage "
-            "lie at different ranks");
+  EXPECT_EQ(error_at_ranks({1}),
+            "nothing is placed at rank 0, and stage 0 replica 0 is at rank 1; ranks have no gaps");
 }
 
 TEST(Placement, RefusesNumbersOutOfRange) {
-  EXPECT_EQ(error_of({at(0, 0, -1)}),
-            "stage 0 replica 0 at rank -1: all three are counted from 0, to 1073741823");
-  EXPECT_NE(error_of({at(-1, 0, 0)}), "");
-  EXPECT_NE(error_of({at(0, -1, 0)}), "");
-  EXPECT_NE(error_of({at(0, 0, std::int64_t{1} << 30)}), "");
-  EXPECT_NE(error_of({at(0, std::int64_t{1} << 62, 0)}), "");
+  EXPECT_EQ(error_at_ranks({0, -1}), "stage 1 replica 0 is at rank -1; ranks are counted from 0, to 1073741823");
+  EXPECT_NE(error_at_ranks({std::int64_t{1} << 30}), "");
   EXPECT_THROW((void)Placement::in_order({1, 0}), UserError);
   EXPECT_THROW((void)Placement::in_order({std::int64_t{1} << 40}), UserError);
 }

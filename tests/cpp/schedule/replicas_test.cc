@@ -877,13 +877,6 @@ TEST(Replicas, AreRefusedWithWhatIsNotBuiltForThem) {
   EXPECT_EQ(error_of(options),
             "schedule is 'interleaved', and a stage has several replicas: it runs one replica of each stage; "
             "use another schedule, or partition(..., straight=True)");
-  options = make_replicated("pipedream", {2, 1});
-  options.placement = Placement({{StageIndex(0), ReplicaIndex(0), Rank(0)},
-                                 {StageIndex(1), {}, Rank(1)},
-                                 {StageIndex(0), ReplicaIndex(1), Rank(2)}});
-  EXPECT_EQ(error_of(options),
-            "stage 0 replica 1 is at rank 2; it must be at rank 1: stages lie at the ranks in order, replica "
-            "by replica");
   EXPECT_EQ(
       error_of(make_replicated("data_parallel", {2, 1})),
       "schedule is 'data_parallel', and the plan has 2 stages: it has one stage, with a replica at every "

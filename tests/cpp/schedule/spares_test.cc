@@ -191,15 +191,6 @@ TEST(Spares, AreRefusedWhereTheyHaveNoReplicasToServeOrWithWhatTheyKnowNothingOf
   const std::string why = "; spares are of a stage with 2 replicas or more, and no more than these";
   EXPECT_EQ(error_of(with_spares("pipedream", {2, 1}, {0, 1})), "stage 1 has 1 replicas and 1 spares" + why);
   EXPECT_EQ(error_of(with_spares("pipedream", {2, 1}, {3, 0})), "stage 0 has 2 replicas and 3 spares" + why);
-  ScheduleOptions misplaced = with_spares("pipedream", {2, 2}, {1, 1});
-  const Place one{StageIndex(0), ReplicaIndex(2), Rank(5), true};
-  const Place other{StageIndex(1), ReplicaIndex(2), Rank(4), true};
-  std::vector<Place> places = Placement::in_order({2, 2}).places();
-  places.insert(places.end(), {one, other});
-  misplaced.placement = Placement(places);
-  EXPECT_EQ(error_of(misplaced),
-            "stage 0 replica 2 is at rank 5; it must be at rank 4: spares lie behind all replicas, stage by "
-            "stage");
   ScheduleOptions options = with_spares("pipedream", {2, 1}, {1, 0});
   options.asynchronous = true;
   EXPECT_EQ(
