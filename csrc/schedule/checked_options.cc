@@ -13,25 +13,25 @@ namespace {
 std::int64_t minibatches_per_round(const ScheduleOptions& options, StageIndex stage) {
   if (options.program != nullptr) return options.program->minibatches_per_round(stage);
   const std::int64_t m = options.num_microbatches;
-  return rules_of(options).drains() ? common_round(options)
+  return rules_of(options).drains() ? minibatches_between_drains(options)
                                     : std::lcm(m, num_replicas_of(options, stage)) / m;
 }
 
 }  // namespace
 
-std::int64_t count_stages(const ScheduleOptions& options) {
+std::int64_t num_stages(const ScheduleOptions& options) {
   return static_cast<std::int64_t>(options.in_flight.size());
 }
 
-std::int64_t count_workers(const ScheduleOptions& options) {
-  return options.placement.empty() ? count_stages(options) : options.placement.num_ranks();
+std::int64_t num_workers(const ScheduleOptions& options) {
+  return options.placement.empty() ? num_stages(options) : options.placement.num_ranks();
 }
 
 Rank rank_of(const ScheduleOptions& options, StageIndex stage, ReplicaIndex replica) {
   return options.placement.empty() ? Rank(stage.value()) : options.placement.rank_of(stage, replica);
 }
 
-bool is_replicated(const ScheduleOptions& options) { return count_workers(options) > count_stages(options); }
+bool has_replicas(const ScheduleOptions& options) { return num_workers(options) > num_stages(options); }
 
 std::int64_t num_replicas_of(const ScheduleOptions& options, StageIndex stage) {
   return options.placement.empty() ? 1 : options.placement.num_replicas(stage);
@@ -53,25 +53,25 @@ std::vector<StageIndex> stages_at(const ScheduleOptions& options, Rank rank) {
 }
 
 std::int64_t in_flight_at(const ScheduleOptions& options, StageIndex stage) {
-  return options.in_flight[static_cast<std::size_t>(stage.value())];
+  return options.in_flight.at(static_cast<std::size_t>(stage.value()));
 }
 
-std::int64_t common_round(const ScheduleOptions& options) {
+std::int64_t minibatches_between_drains(const ScheduleOptions& options) {
   const std::int64_t m = options.num_microbatches;
   std::int64_t common = m;  // microbatches
-  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
+  for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
     common = std::lcm(common, num_replicas_of(options, stage));
     if (common > kMinibatchesPerRoundMax * m) break;
   }
   return common / m;
 }
 
-Rounds make_rounds(const ScheduleOptions& options, StageIndex stage) {
+Rounds rounds_of(const ScheduleOptions& options, StageIndex stage) {
   return {options.first_minibatch.value(), num_replicas_of(options, stage),
           minibatches_per_round(options, stage), options.asynchronous, options.num_microbatches};
 }
 
-bool drains(const ScheduleOptions& options) {
+bool drains_every_minibatch(const ScheduleOptions& options) {
   return options.program != nullptr ? options.program->drains() : rules_of(options).drains();
 }
 
@@ -81,22 +81,22 @@ std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage
 
 MicrobatchOrder order_of(const ScheduleOptions& options) {
   if (options.program != nullptr) return {options.num_microbatches, 1, 1};  // the lists give the order
-  const std::int64_t workers = count_workers(options);
-  const std::int64_t num_chunks = std::max<std::int64_t>(1, count_stages(options) / workers);
+  const std::int64_t workers = num_workers(options);
+  const std::int64_t num_chunks = std::max<std::int64_t>(1, num_stages(options) / workers);
   return {options.num_microbatches, num_chunks, num_chunks == 1 ? 1 : workers};
 }
 
 Rounds positions_of(const ScheduleOptions& options, StageIndex stage) {
-  Rounds positions = make_rounds(options, stage);
+  Rounds positions = rounds_of(options, stage);
   positions.num_microbatches = order_of(options).num_positions();
   return positions;
 }
 
 std::int64_t window_of(const ScheduleOptions& options, Rank rank) {
   const StageIndex first_stage = stages_at(options, rank).front();
-  const std::int64_t num_in_round = make_rounds(options, first_stage).own_per_round();
+  const std::int64_t num_in_round = rounds_of(options, first_stage).own_per_round();
   const std::int64_t in_flight = in_flight_at(options, first_stage);
-  const std::int64_t num_downstream = count_workers(options) - rank.value() - 1;
+  const std::int64_t num_downstream = num_workers(options) - rank.value() - 1;
   switch (rules_of(options).in_flight) {
     case InFlight::kAsPlanned:
       return in_flight;

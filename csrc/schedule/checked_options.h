@@ -1,6 +1,6 @@
-// Derives facts about each stage and worker from the schedule's options, for the sources of this folder.
-// Expects options that check_schedule_options() has accepted, and stages and ranks of the plan. Pure; any
-// thread.
+// Derives facts about each stage and worker from the schedule's options, for the sources of this folder
+// alone; program.h has the others. Expects options that check_schedule_options() has accepted, and stages and
+// ranks of the plan. Pure; any thread.
 #pragma once
 
 #include <cstdint>
@@ -14,21 +14,13 @@
 
 namespace pipedream {
 
-[[nodiscard]] std::int64_t count_stages(const ScheduleOptions& options);
-[[nodiscard]] std::int64_t count_workers(const ScheduleOptions& options);
 [[nodiscard]] Rank rank_of(const ScheduleOptions& options, StageIndex stage, ReplicaIndex replica = {});
-[[nodiscard]] bool is_replicated(const ScheduleOptions& options);
 [[nodiscard]] std::int64_t num_replicas_of(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] bool is_at_spare(const ScheduleOptions& options, StageIndex stage, ReplicaIndex replica);
 [[nodiscard]] ReplicaIndex replica_at(const ScheduleOptions& options, Rank rank);
 [[nodiscard]] std::vector<StageIndex> stages_at(const ScheduleOptions& options, Rank rank);
 [[nodiscard]] std::int64_t in_flight_at(const ScheduleOptions& options, StageIndex stage);
-// The fewest minibatches that give every replica of every stage equally many microbatches. A result above
-// kMinibatchesPerRoundMax is not exact: it only says that the number exceeds this maximum.
-[[nodiscard]] std::int64_t common_round(const ScheduleOptions& options);
 
-[[nodiscard]] Rounds make_rounds(const ScheduleOptions& options, StageIndex stage);
-[[nodiscard]] bool drains(const ScheduleOptions& options);
 // The number of rounds by which an update comes later than the last backward that it needs. At a stage with
 // one replica it is 0. At a replicated stage it is half of the staleness, rounded up: the time for other
 // replicas' gradients to arrive. The rest of the staleness is the time for the new version to reach the other
@@ -40,8 +32,7 @@ namespace pipedream {
 [[nodiscard]] Rounds positions_of(const ScheduleOptions& options, StageIndex stage);
 // The largest number of positions of order_of() that the worker has forwarded and not yet backwarded.
 [[nodiscard]] std::int64_t window_of(const ScheduleOptions& options, Rank rank);
-// The rules for the versions that forwards and backwards read (program.cc).
-[[nodiscard]] VersionRule forward_rule(const ScheduleOptions& options, StageIndex stage);
+// The rule for the versions that backwards read (program.cc).
 [[nodiscard]] VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage);
 
 }  // namespace pipedream

@@ -6,23 +6,22 @@
 #include "base/check.h"
 #include "schedule/checked_options.h"
 #include "schedule/listed_program.h"
-#include "schedule/position_checks.h"
 #include "schedule/program.h"
 
 namespace pipedream {
 
 ComputeCursor::ComputeCursor(ScheduleOptions options, Rank rank) : options_(std::move(options)), rank_(rank) {
-  check_rank(options_, rank_);
+  PD_CHECK(rank_.value() >= 0 && rank_.value() < num_workers(options_), "rank " << rank_.value());
   stages_ = stages_at(options_, rank_);
   const StageIndex first_stage = stages_.front();
   replica_ = replica_at(options_, rank_);
   order_ = order_of(options_);
-  rounds_ = make_rounds(options_, first_stage);
+  rounds_ = rounds_of(options_, first_stage);
   positions_ = positions_of(options_, first_stage);
-  forward_rule_ = forward_rule(options_, first_stage);
+  forward_rule_ = forward_rule_of(options_, first_stage);
   backward_rule_ = backward_rule(options_, first_stage);
   window_ = window_of(options_, rank_);
-  drains_ = drains(options_);
+  drains_ = drains_every_minibatch(options_);
   num_delayed_ = num_rounds_delayed(options_, first_stage);
 }
 
@@ -176,7 +175,6 @@ void ComputeCursor::pass_over_absent() {
 
 std::vector<Instruction> make_compute_program(const ScheduleOptions& options, Rank rank,
                                               std::int64_t num_minibatches) {
-  check_schedule_options(options);
   check_num_minibatches(options, num_minibatches);
   ComputeCursor cursor(options, rank);
   cursor.set_num_minibatches(num_minibatches);

@@ -86,7 +86,7 @@ void check_can_be_listed(const ScheduleOptions& options) {
                     ", which a program of its own has not; leave that out");
   }
   const std::int64_t in_flight_max = *std::ranges::max_element(options.in_flight);
-  const std::int64_t numbers_per_body = common_round(options) * options.num_microbatches;
+  const std::int64_t numbers_per_body = minibatches_between_drains(options) * options.num_microbatches;
   if (in_flight_max <= kListedNumberMax && numbers_per_body <= kListedNumberMax) return;
   throw UserError("in_flight is " + std::to_string(in_flight_max) + ", and there are " +
                   std::to_string(numbers_per_body) +
@@ -126,10 +126,10 @@ ListedProgram ListedProgram::of(const ScheduleOptions& given) {
   options.exchanges_norms = false;
   options.uses_allreduce = false;
   options.first_minibatch = MinibatchId(0);
-  const std::int64_t minibatches = common_round(options);
+  const std::int64_t minibatches = minibatches_between_drains(options);
   const std::int64_t in_flight_max = *std::ranges::max_element(options.in_flight);
   std::vector<List> workers;
-  for (Rank rank; rank.value() < count_workers(options); rank = rank.next()) {
+  for (Rank rank; rank.value() < num_workers(options); rank = rank.next()) {
     const Rounds rounds = rounds_of(options, stages_at(options, rank).front());
     const std::int64_t versions = minibatches / rounds.minibatches_per_round;
     const std::int64_t own = versions * rounds.own_per_round();  // microbatches of a body
@@ -295,7 +295,7 @@ void ListedProgram::count_rounds() {
   options.placement = placement_;
   options.in_flight.assign(static_cast<std::size_t>(num_stages()), 1);
   options.num_microbatches = num_microbatches_;
-  const std::int64_t of_all = common_round(options);
+  const std::int64_t of_all = minibatches_between_drains(options);
   for (StageIndex stage; stage.value() < num_stages(); stage = stage.next()) {
     const std::int64_t num_replicas = placement_.num_replicas(stage);
     const std::int64_t shortest = std::lcm(num_microbatches_, num_replicas) / num_microbatches_;

@@ -1,4 +1,4 @@
-// Implements check_schedule_options() and the checks of position_checks.h.
+// Implements check_schedule_options(), and checks of single numbers.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -11,7 +11,6 @@
 #include "schedule/checked_options.h"
 #include "schedule/exclusions.h"
 #include "schedule/listed_program.h"
-#include "schedule/position_checks.h"
 #include "schedule/schedule_rules.h"
 
 namespace pipedream {
@@ -32,9 +31,9 @@ void check_listed(const ScheduleOptions& options) {
   if (options.schedule != kListedSchedule) {
     throw UserError("schedule is \"" + options.schedule + "\", and there is a program; give one of the two");
   }
-  if (program.num_stages() != count_stages(options)) {
+  if (program.num_stages() != num_stages(options)) {
     throw UserError("the program has " + std::to_string(program.num_stages()) + " stages, and the plan " +
-                    std::to_string(count_stages(options)) + "; give a plan of as many");
+                    std::to_string(num_stages(options)) + "; give a plan of as many");
   }
   for (const Place& place : program.placement().places()) {
     const bool is_alike =
@@ -52,7 +51,7 @@ void check_listed(const ScheduleOptions& options) {
                     ", and the program has " + std::to_string(program.num_microbatches()) +
                     "; leave the number to the program");
   }
-  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
+  for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
     if (in_flight_at(options, stage) == program.num_in_flight(stage)) continue;
     throw UserError("in_flight is " + std::to_string(in_flight_at(options, stage)) + " at stage " +
                     std::to_string(stage.value()) + ", and the program has " +
@@ -203,7 +202,7 @@ void check_ties(const ScheduleOptions& options) {
 // The first stage with too short a round for 2bw, if a minibatch has m microbatches: a replica must have at
 // least n_s - 1 microbatches of a round.
 std::optional<StageIndex> stage_not_covered(const ScheduleOptions& options, std::int64_t m) {
-  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
+  for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
     const std::int64_t num_replicas = num_replicas_of(options, stage);
     if (std::lcm(m, num_replicas) / num_replicas < in_flight_at(options, stage) - 1) return stage;
   }
@@ -226,7 +225,7 @@ void check_2bw(const ScheduleOptions& options) {
 }
 
 void check_rounds(const ScheduleOptions& options) {
-  if (!rules_of(options).drains() || common_round(options) <= kMinibatchesPerRoundMax) return;
+  if (!rules_of(options).drains() || minibatches_between_drains(options) <= kMinibatchesPerRoundMax) return;
   throw UserError(
       "schedule \"" + options.schedule + "\" would update once in more than " +
       std::to_string(kMinibatchesPerRoundMax) +
@@ -235,8 +234,8 @@ void check_rounds(const ScheduleOptions& options) {
 }
 
 void check_replicated(const ScheduleOptions& options) {
-  if (!is_replicated(options)) return;
-  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
+  if (!has_replicas(options)) return;
+  for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
     const std::int64_t num_replicas = num_replicas_of(options, stage);
     const std::int64_t m = options.num_microbatches;
     const std::int64_t per_round = std::lcm(m, num_replicas) / m;
@@ -261,7 +260,7 @@ void check_staleness(const ScheduleOptions& options) {
 void check_spares(const ScheduleOptions& options) {
   const Placement& placement = options.placement;
   if (placement.num_spares() == 0) return;
-  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
+  for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
     const std::int64_t num_replicas = placement.num_replicas(stage);
     const std::int64_t num_spares = placement.num_owners(stage) - num_replicas;
     if (num_spares == 0 || (num_replicas > 1 && num_spares <= num_replicas)) continue;
@@ -314,39 +313,6 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
   if (num_minibatches >= first && num_minibatches <= kNumMinibatchesMax) return;
   throw UserError("num_minibatches is " + std::to_string(num_minibatches) + "; it must be between " +
                   std::to_string(first) + " and " + std::to_string(kNumMinibatchesMax));
-}
-
-void check_stage(const ScheduleOptions& options, StageIndex stage) {
-  check_schedule_options(options);
-  if (stage.value() >= 0 && stage.value() < count_stages(options)) return;
-  throw UserError("stage " + std::to_string(stage.value()) + " is outside the plan of " +
-                  std::to_string(count_stages(options)) + " stages, which are counted from 0");
-}
-
-void check_rank(const ScheduleOptions& options, Rank rank) {
-  check_schedule_options(options);
-  const std::int64_t workers = count_workers(options);
-  if (rank.value() >= 0 && rank.value() < workers) return;
-  throw UserError("rank " + std::to_string(rank.value()) + " is outside the plan of " +
-                  std::to_string(workers) + " workers, which are counted from 0");
-}
-
-void check_minibatch(MinibatchId minibatch) {
-  if (minibatch.value() >= 0 && minibatch.value() < kNumMinibatchesMax) return;
-  throw UserError("minibatch " + std::to_string(minibatch.value()) + " is not between 0 and " +
-                  std::to_string(kNumMinibatchesMax - 1));
-}
-
-void check_replica(const Rounds& rounds, ReplicaIndex replica) {
-  if (replica.value() >= 0 && replica.value() < rounds.num_replicas) return;
-  throw UserError("replica " + std::to_string(replica.value()) + " is not one of the stage's " +
-                  std::to_string(rounds.num_replicas) + ", which are counted from 0");
-}
-
-void check_microbatch(const ScheduleOptions& options, MicrobatchIndex microbatch) {
-  if (microbatch.value() >= 0 && microbatch.value() < options.num_microbatches) return;
-  throw UserError("microbatch " + std::to_string(microbatch.value()) + " is not one of the " +
-                  std::to_string(options.num_microbatches) + " of a minibatch, which are counted from 0");
 }
 
 }  // namespace pipedream

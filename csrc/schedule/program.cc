@@ -10,7 +10,6 @@
 #include "base/failure.h"
 #include "schedule/checked_options.h"
 #include "schedule/listed_program.h"
-#include "schedule/position_checks.h"
 #include "schedule/schedule_rules.h"
 
 namespace pipedream {
@@ -32,7 +31,7 @@ std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
     case ReadDelay::kOfInput:
       return options.in_flight.front() - 1;
     case ReadDelay::kRound:
-      return make_rounds(options, stage).own_per_round();
+      return rounds_of(options, stage).own_per_round();
     case ReadDelay::kListed:
       break;  // no formula has it
   }
@@ -52,8 +51,8 @@ std::int64_t begun_with(const ScheduleOptions& options, const Rounds& rounds) {
 // and c in the rule (VersionRule).
 VersionRule make_rule(const ScheduleOptions& options, StageIndex stage, StageIndex counted,
                       std::int64_t delay) {
-  const Rounds rounds = make_rounds(options, stage);
-  const Rounds counting = make_rounds(options, counted);
+  const Rounds rounds = rounds_of(options, stage);
+  const Rounds counting = rounds_of(options, counted);
   return {counting.num_replicas,           counting.own_per_round(),    delay,
           rounds.microbatches_per_round(), begun_with(options, rounds), options.staleness};
 }
@@ -63,7 +62,7 @@ StageIndex counted_at(const ScheduleOptions& options, StageIndex stage) {
 }
 
 VersionRule listed_rule(const ScheduleOptions& options, StageIndex stage, const ListedReads& reads) {
-  const Rounds rounds = make_rounds(options, stage);
+  const Rounds rounds = rounds_of(options, stage);
   VersionRule rule;
   rule.lowest = rounds.first_version().value();
   rule.microbatches_per_round = rounds.microbatches_per_round();
@@ -74,7 +73,7 @@ VersionRule listed_rule(const ScheduleOptions& options, StageIndex stage, const 
 
 }  // namespace
 
-VersionRule forward_rule(const ScheduleOptions& options, StageIndex stage) {
+VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage) {
   if (options.program != nullptr) return listed_rule(options, stage, options.program->forward_reads(stage));
   return make_rule(options, stage, counted_at(options, stage), forward_delay(options, stage));
 }
@@ -85,14 +84,6 @@ VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage) {
 }
 
 namespace {
-
-// The rule for parameters that the owner shares with other stages, in the owner's rounds. If the schedule's
-// stages read different versions, it is vertical sync's rule at the owner.
-VersionRule tied_rule(const ScheduleOptions& options, StageIndex owner) {
-  if (options.program != nullptr) return listed_rule(options, owner, options.program->tied_reads(owner));
-  if (rules_of(options).delay != ReadDelay::kOfStage) return forward_rule(options, owner);
-  return make_rule(options, owner, StageIndex(0), options.in_flight.front() - 1);
-}
 
 std::int64_t number_of(const ScheduleOptions& options, MinibatchId minibatch, MicrobatchIndex microbatch) {
   return minibatch.value() * options.num_microbatches + microbatch.value();
@@ -125,10 +116,10 @@ std::int64_t count_in_flight_at_chunk(const ScheduleOptions& options, StageIndex
 }  // namespace
 
 WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage) {
-  check_stage(options, stage);
-  const Rounds rounds = make_rounds(options, stage);
+  const Rounds rounds = rounds_of(options, stage);
   if (!stashes_versions(options, stage)) return rounds.first_version();
-  return forward_rule(options, stage).oldest_from(options.first_minibatch.value() * options.num_microbatches);
+  return forward_rule_of(options, stage)
+      .oldest_from(options.first_minibatch.value() * options.num_microbatches);
 }
 
 const std::vector<std::string>& schedule_names() {
@@ -140,73 +131,31 @@ const std::vector<std::string>& schedule_names() {
   return names;
 }
 
-std::int64_t num_stages(const ScheduleOptions& options) {
-  check_schedule_options(options);
-  return static_cast<std::int64_t>(options.in_flight.size());
-}
-
-std::int64_t num_workers(const ScheduleOptions& options) {
-  check_schedule_options(options);
-  return count_workers(options);
-}
-
 Placement placement_of(const ScheduleOptions& options) {
-  check_schedule_options(options);
   if (!options.placement.empty()) return options.placement;
   return Placement::in_order(std::vector<std::int64_t>(options.in_flight.size(), 1));
 }
 
-bool has_replicas(const ScheduleOptions& options) {
-  check_schedule_options(options);
-  return is_replicated(options);
-}
-
-Rounds rounds_of(const ScheduleOptions& options, StageIndex stage) {
-  check_stage(options, stage);
-  return make_rounds(options, stage);
-}
-
 std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options) {
-  check_schedule_options(options);
   std::vector<Rounds> rounds;
-  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
-    rounds.push_back(make_rounds(options, stage));
+  for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
+    rounds.push_back(rounds_of(options, stage));
   }
   return rounds;
 }
 
-std::int64_t minibatches_between_drains(const ScheduleOptions& options) {
-  check_schedule_options(options);
-  return common_round(options);
-}
-
-bool drains_every_minibatch(const ScheduleOptions& options) {
-  check_schedule_options(options);
-  return drains(options);
-}
-
 bool stashes_versions(const ScheduleOptions& options, StageIndex stage) {
-  check_stage(options, stage);
   if (options.program != nullptr) return options.program->stashes(stage);
   return rules_of(options).stashes;
 }
 
 std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage) {
-  check_stage(options, stage);
   return backward_rule(options, stage).num_versions_kept();
 }
 
 WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch,
                               MicrobatchIndex microbatch) {
-  check_stage(options, stage);
-  check_minibatch(minibatch);
-  check_microbatch(options, microbatch);
-  return forward_rule(options, stage).version_of(number_of(options, minibatch, microbatch));
-}
-
-VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage) {
-  check_stage(options, stage);
-  return forward_rule(options, stage);
+  return forward_rule_of(options, stage).version_of(number_of(options, minibatch, microbatch));
 }
 
 double mean_delay(const ScheduleOptions& options, StageIndex stage) {
@@ -215,22 +164,18 @@ double mean_delay(const ScheduleOptions& options, StageIndex stage) {
 
 WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch,
                                MicrobatchIndex microbatch) {
-  check_stage(options, stage);
-  check_minibatch(minibatch);
-  check_microbatch(options, microbatch);
   return backward_rule(options, stage).version_of(number_of(options, minibatch, microbatch));
 }
 
 WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner, MinibatchId minibatch,
                            MicrobatchIndex microbatch) {
-  check_minibatch(minibatch);
-  check_microbatch(options, microbatch);
   return tied_rule_of(options, owner).version_of(number_of(options, minibatch, microbatch));
 }
 
 VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner) {
-  check_stage(options, owner);
-  return tied_rule(options, owner);
+  if (options.program != nullptr) return listed_rule(options, owner, options.program->tied_reads(owner));
+  if (rules_of(options).delay != ReadDelay::kOfStage) return forward_rule_of(options, owner);
+  return make_rule(options, owner, StageIndex(0), options.in_flight.front() - 1);
 }
 
 std::int64_t num_tied_versions_kept(const ScheduleOptions& options, StageIndex owner) {
@@ -245,12 +190,10 @@ std::int64_t num_tied_versions_ahead(const ScheduleOptions& options, const TiedS
 }
 
 std::int64_t num_gradients_kept(const ScheduleOptions& options, StageIndex stage) {
-  check_stage(options, stage);
   return 1 + num_rounds_delayed(options, stage);
 }
 
 std::int64_t num_microbatches_in_flight(const ScheduleOptions& options, StageIndex stage) {
-  check_stage(options, stage);
   if (options.program != nullptr) return options.program->num_in_flight(stage);
   if (order_of(options).num_chunks == 1) return window_of(options, rank_of(options, stage));
   return count_in_flight_at_chunk(options, stage);
@@ -285,14 +228,9 @@ const char* phase_name(Phase phase) {
 
 Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                std::optional<std::int64_t> num_minibatches) {
-  check_stage(options, instruction.stage);
-  check_minibatch(instruction.minibatch);
   if (is_of_boundary(instruction.opcode)) return Phase::kSteady;
-  check_microbatch(options, instruction.microbatch);
   if (options.program != nullptr) return listed_phase_of(options, instruction, num_minibatches);
-  const Rounds rounds = make_rounds(options, instruction.stage);
   if (is_at_spare(options, instruction.stage, instruction.replica)) return Phase::kSteady;
-  check_replica(rounds, instruction.replica);
   const MicrobatchOrder order = order_of(options);
   const Rank rank = rank_of(options, instruction.stage, instruction.replica);
   const std::int64_t num_warm_up = window_of(options, rank) - 1;

@@ -158,6 +158,7 @@ struct ScheduleOptions {
 //   - spares of a stage without replicas, and more spares than replicas
 //   - a written program for another plan, or together with a schedule's name
 //   - options that exclude each other (exclusions.h).
+// All functions below expect options that it accepts, and stages and microbatches of the plan.
 void check_schedule_options(const ScheduleOptions& options);
 // The smallest num_microbatches that the other options allow.
 [[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);
@@ -183,7 +184,8 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 // The stage's Rounds: how its microbatches go to replicas and updates.
 [[nodiscard]] Rounds rounds_of(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options);
-// The number of minibatches after which the rounds of all stages end together: lcm(m, all r_s) / m.
+// The number of minibatches after which the rounds of all stages end together: lcm(m, all r_s) / m. A result
+// above kMinibatchesPerRoundMax is not exact: it only says that the number exceeds this maximum.
 [[nodiscard]] std::int64_t minibatches_between_drains(const ScheduleOptions& options);
 
 // Whether every round is finished at all stages before the next round starts at any stage, as with flush,

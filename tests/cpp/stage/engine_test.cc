@@ -684,11 +684,5 @@ TEST_F(EngineDeathTest, StagesOfAnotherPlanAbort) {
                "stage 3 at rank 1");
 }
 
-TEST_F(Engine, ScheduleThatDoesNotExistIsRefused) {
-  VersionSlots one(1);
-  EXPECT_THROW(StageEngine(make_options("gpip", {1}), Rank(0), {{StageIndex(0), &one}}, {}, wakeup_, 1),
-               UserError);
-}
-
 }  // namespace
 }  // namespace pipedream
