@@ -10,6 +10,9 @@ namespace pipedream {
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
+[[nodiscard]] inline Clock::duration duration_of(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
 [[nodiscard]] inline std::int64_t nanoseconds_of(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }

@@ -20,8 +20,7 @@ void bind_run_failure(pybind11::module_& module);
 [[noreturn]] void raise(const Failure& failure);
 
 [[nodiscard]] inline Deadline deadline_after(double seconds) {
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                            std::chrono::duration<double>(std::min(seconds, kForeverSeconds)));
+  return Clock::now() + duration_of(std::min(seconds, kForeverSeconds));
 }
 
 inline constexpr Deadline kAtOnce{};  // a deadline in the past

@@ -337,8 +337,7 @@ void Worker::close(double linger_s) {
   for (auto& [name, receiver] : receivers_) {
     if (receiver.channel) receiver.channel->detach();
   }
-  const Deadline deadline =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(linger_s));
+  const Deadline deadline = Clock::now() + duration_of(linger_s);
   for (auto& [name, sender] : senders_) {
     if (sender.link.load() != nullptr && !aborted_.load()) sender.channel->wait_until_sent(deadline);
   }

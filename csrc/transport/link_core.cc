@@ -129,11 +129,6 @@ void LinkCore::tell_handler(Call call) {
 
 // ---- Deadlines ----
 
-Clock::duration LinkCore::peer_timeout() const {
-  const std::chrono::duration<double> seconds(transport_.transport_options().peer_timeout_s);
-  return std::chrono::duration_cast<Clock::duration>(seconds);
-}
-
 std::optional<Deadline> LinkCore::hello_deadline() const {
   return state_ == State::kConnecting ? hello_deadline_ : std::nullopt;
 }
@@ -150,7 +145,7 @@ void LinkCore::check_hello(Deadline now) {
 }
 
 void LinkCore::await_hello() {
-  hello_deadline_ = Clock::now() + peer_timeout();
+  hello_deadline_ = Clock::now() + duration_of(transport_.transport_options().peer_timeout_s);
   transport_.await_hello(*this);
 }
 

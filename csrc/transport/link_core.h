@@ -130,7 +130,6 @@ class LinkCore : public Link {
                                                std::span<const std::byte> payload) const;
   [[nodiscard]] std::optional<Failure> identity_refusal(const FrameHeader& header) const;
   [[nodiscard]] std::optional<Failure> kind_refusal(const FrameHeader& header) const;
-  [[nodiscard]] Clock::duration peer_timeout() const;
   [[nodiscard]] Failure corrupt(const std::string& what) const;
 
   void dispatch(const FrameHeader& header, std::span<const std::byte> payload);

@@ -4,7 +4,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -28,6 +27,7 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/handed_over.h"
+#include "base/random_text.h"
 #include "device/host/host_memory.h"
 
 namespace pipedream {
@@ -37,11 +37,11 @@ constexpr std::size_t kPageBytesMin = 4096;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr const char* kMemfdName = "pipedream";
 constexpr std::string_view kLinkPrefix = "/memfd:pipedream";  // the target of /proc/<pid>/fd/<fd>
-constexpr std::uint64_t kMagic = 0x344D454D53445250;          // "PRDSMEM4" in memory
+constexpr std::uint64_t kMagic = 0x354D454D53445250;          // "PRDSMEM5" in memory
 constexpr std::size_t kNumClaimsMax = 512;                    // claims by channels
 constexpr auto kOpenerPollPeriod = std::chrono::milliseconds(1);
 
-using Secret = std::array<std::uint8_t, 16>;
+using Secret = std::array<char, 32>;  // hexadecimal digits
 
 enum class Kind : std::uint64_t {
   kHost = 1,    // the memory follows the first page
@@ -100,30 +100,12 @@ class FileDescriptor {
 
 // ---- Addresses ----
 
-std::string hex(const Secret& secret) {
-  std::string text;
-  for (const std::uint8_t byte : secret) {
-    constexpr std::string_view kDigits = "0123456789abcdef";
-    text += kDigits[byte >> 4U];
-    text += kDigits[byte & 15U];
-  }
-  return text;
-}
-
-// Reads the text as one number in this base. False if anything else is in it.
+// Reads the text as one number. False if anything else is in it.
 template <class Number>
-bool read_number(std::string_view text, Number& number, int base = 10) {
+bool read_number(std::string_view text, Number& number) {
   const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, number, base);
+  const auto [stop, error] = std::from_chars(text.data(), end, number);
   return error == std::errc() && stop == end;
-}
-
-bool read_secret(std::string_view text, Secret& secret) {
-  if (text.size() != 2 * secret.size()) return false;
-  for (std::size_t index = 0; index < secret.size(); ++index) {
-    if (!read_number(text.substr(2 * index, 2), secret[index], 16)) return false;
-  }
-  return true;
 }
 
 std::optional<Address> parse_address(std::string_view text) {
@@ -136,10 +118,12 @@ std::optional<Address> parse_address(std::string_view text) {
   }
   Address address;
   const bool good = read_number(parts[0], address.pid) && read_number(parts[1], address.fd) &&
-                    read_number(parts[2], address.num_bytes) && read_secret(parts[3], address.secret);
+                    read_number(parts[2], address.num_bytes) && parts[3].size() == address.secret.size() &&
+                    parts[3].find_first_not_of("0123456789abcdef") == std::string_view::npos;
   const bool sized = address.num_bytes > 0 &&
                      address.num_bytes <= std::numeric_limits<std::size_t>::max() / 2 - kHugePageBytes;
   if (!good || !sized) return std::nullopt;
+  std::ranges::copy(parts[3], address.secret.begin());
   return address;
 }
 
@@ -193,7 +177,7 @@ class MappedFile final : public SharedMemory {
   [[nodiscard]] std::string address() const override {
     PD_CHECK(fd_.get() >= 0, "the address of memory that was opened");
     return std::to_string(::getpid()) + ":" + std::to_string(fd_.get()) + ":" + std::to_string(num_bytes_) +
-           ":" + hex(first_page().secret);
+           ":" + std::string(first_page().secret.data(), first_page().secret.size());
   }
   void claim() override { first_page().claimed.store(1); }
   [[nodiscard]] bool is_claimed() const override { return first_page().claimed.load() != 0; }
@@ -284,14 +268,6 @@ std::variant<OpenedFile, Refusal> open_mapped(const std::string& text, Kind kind
   return OpenedFile{std::move(fd), std::move(memory)};
 }
 
-Secret random_secret() {
-  Secret secret;
-  // getrandom(2) always returns such a small number of bytes in full.
-  const ssize_t num_read = ::getrandom(secret.data(), secret.size(), 0);
-  PD_CHECK(num_read == static_cast<ssize_t>(secret.size()), "getrandom: " << text_of_error());
-  return secret;
-}
-
 std::unique_ptr<MappedFile> make_mapped(std::size_t num_bytes, Kind kind, const SharedMemoryUse& use) {
   PD_CHECK(num_bytes > 0, "0 bytes of shared memory");
   const std::string what = "memory to share with other workers of this host";
@@ -316,7 +292,7 @@ std::unique_ptr<MappedFile> make_mapped(std::size_t num_bytes, Kind kind, const 
   page.magic = kMagic;
   page.kind = kind;
   page.num_bytes = num_bytes;
-  page.secret = random_secret();
+  std::ranges::copy(random_hex(page.secret.size()), page.secret.begin());
   page.use = use;
   return memory;
 }

@@ -29,10 +29,6 @@ TransportOptions checked(TransportOptions options) {
   return options;
 }
 
-Clock::duration duration_of(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-}
-
 Deadline seconds_from_now(double seconds) {
   return Clock::now() + duration_of(std::clamp(seconds, 0.0, kLingerMaxS));
 }

@@ -1,12 +1,7 @@
-// Implements token.h: makes and compares tokens, and sets libzmq's PLAIN options. Any thread.
+// Implements token.h: compares tokens, and sets libzmq's PLAIN options. Any thread.
 #include "transport/zmq/token.h"
 
-#include <sys/random.h>
-
-#include <array>
-#include <cerrno>
 #include <cstddef>
-#include <cstring>
 
 #include "base/check.h"
 #include "base/failure.h"
@@ -18,7 +13,6 @@ namespace {
 
 constexpr std::string_view kUsername =
     "pipedream";  // PLAIN needs a name; the ZAP handler checks only the token
-constexpr std::size_t kTokenBytes = kTokenChars / 2;
 
 // PLAIN's HELLO: its name, then the length and the text of both strings. It must fit the smallest part limit
 // of any link, which is a frame's header.
@@ -31,23 +25,6 @@ void set_text(const LibZmq& zmq, void* socket, int option, std::string_view text
 }
 
 }  // namespace
-
-std::string make_token() {
-  std::array<unsigned char, kTokenBytes> bytes{};
-  ssize_t num_bytes = 0;
-  do {
-    num_bytes = ::getrandom(bytes.data(), bytes.size(), 0);
-  } while (num_bytes < 0 && errno == EINTR);
-  // getrandom(2) always returns such a small number of bytes in full.
-  PD_CHECK(num_bytes == static_cast<ssize_t>(bytes.size()), "getrandom: " << std::strerror(errno));
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  std::string token;
-  for (const unsigned char byte : bytes) {
-    token += kDigits[byte >> 4];
-    token += kDigits[byte & 0xF];
-  }
-  return token;
-}
 
 bool is_same_token(std::string_view said, std::string_view token) {
   if (said.size() != token.size()) return false;

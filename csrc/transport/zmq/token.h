@@ -16,9 +16,6 @@
 
 namespace pipedream {
 
-// 128 bits from the kernel, as kTokenChars hexadecimal digits.
-[[nodiscard]] std::string make_token();
-
 // Compares in constant time.
 [[nodiscard]] bool is_same_token(std::string_view said, std::string_view token);
 

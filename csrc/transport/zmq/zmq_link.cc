@@ -16,6 +16,7 @@
 
 #include "base/check.h"
 #include "base/handed_over.h"
+#include "base/random_text.h"
 #include "transport/zmq/bind_address.h"
 #include "transport/zmq/curve.h"
 #include "transport/zmq/token.h"
@@ -151,7 +152,7 @@ void ZmqLink::bind() {
     server_key_ = keys->public_key;
   } else {
     set_token_server(zmq_, socket_);
-    token_ = make_token();
+    token_ = random_hex(kTokenChars);
   }
   if (shared_.board) rings_ = FrameRings::make(options().identity, *shared_.board, is_quick());
   PD_CHECK(zmq_.setsockopt(socket_, zmq::kZapDomain, domain_.data(), domain_.size()) == 0, zmq_.last_error());
@@ -172,8 +173,7 @@ void ZmqLink::bind_to(const std::string& host) {
     throw UserError("cannot listen at '" + host + "': the system has no free port");
   }
   const PortRange ports = *shared_.options.ports;
-  const std::chrono::duration<double> patience(shared_.options.peer_timeout_s);
-  const Deadline deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(patience);
+  const Deadline deadline = Clock::now() + duration_of(shared_.options.peer_timeout_s);
   for (;; std::this_thread::sleep_for(kTakenPortsPeriod)) {
     for (unsigned port = ports.first; port <= ports.last; ++port) {
       if (try_bind(host + ":" + std::to_string(port))) return;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/failure.h"
+#include "base/random_text.h"
 #include "transport/endpoint.h"
 
 namespace pipedream {
@@ -15,7 +16,7 @@ TEST(Token, IsReadInAnEndpointAndNeverMadeTwice) {
   constexpr int kNumTokens = 1000;
   std::set<std::string> tokens;
   for (int index = 0; index < kNumTokens; ++index) {
-    const std::string token = make_token();
+    const std::string token = random_hex(kTokenChars);
     EXPECT_EQ(parse_endpoint("tcp://127.0.0.1:1 token=" + token).token, token);
     tokens.insert(token);
   }
@@ -23,7 +24,7 @@ TEST(Token, IsReadInAnEndpointAndNeverMadeTwice) {
 }
 
 TEST(Token, EveryDigitCounts) {
-  const std::string token = make_token();
+  const std::string token = random_hex(kTokenChars);
   EXPECT_TRUE(is_same_token(token, token));
   for (std::size_t index = 0; index < token.size(); ++index) {
     std::string other = token;
@@ -36,7 +37,7 @@ TEST(Token, EveryDigitCounts) {
 }
 
 TEST(Token, ThatIsMissingIsNamedWithItsAddress) {
-  EXPECT_NO_THROW(check_token(make_token(), "tcp://127.0.0.1:1"));
+  EXPECT_NO_THROW(check_token(random_hex(kTokenChars), "tcp://127.0.0.1:1"));
   EXPECT_THROW(check_token("", "tcp://127.0.0.1:1"), UserError);
 }
 

@@ -1,0 +1,12 @@
+// Makes random texts for secrets. Any thread.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace pipedream {
+
+// Random bytes from the kernel as lower-case hexadecimal digits; num_digits is even.
+[[nodiscard]] std::string random_hex(std::size_t num_digits);
+
+}  // namespace pipedream
