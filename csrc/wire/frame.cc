@@ -26,7 +26,7 @@ struct WireHeader {
   std::uint64_t sequence;
   std::int64_t minibatch;
   std::int64_t microbatch;
-  std::int64_t shape[kNumDimsMax];
+  std::array<std::int64_t, kNumDimsMax> shape;
   std::uint64_t tensor_bytes;
   std::uint64_t chunk_offset;
   std::uint64_t payload_bytes;
@@ -52,37 +52,6 @@ struct WireHeader {
 
 static_assert(std::is_trivially_copyable_v<WireHeader>);
 static_assert(sizeof(WireHeader) == kFrameHeaderBytes);
-static_assert(offsetof(WireHeader, magic) == 0);
-static_assert(offsetof(WireHeader, format_version) == 4);
-static_assert(offsetof(WireHeader, header_bytes) == 6);
-static_assert(offsetof(WireHeader, run_id) == 8);
-static_assert(offsetof(WireHeader, incarnation) == 16);
-static_assert(offsetof(WireHeader, channel_id) == 20);
-static_assert(offsetof(WireHeader, sequence) == 24);
-static_assert(offsetof(WireHeader, minibatch) == 32);
-static_assert(offsetof(WireHeader, microbatch) == 40);
-static_assert(offsetof(WireHeader, shape) == 48);
-static_assert(offsetof(WireHeader, tensor_bytes) == 112);
-static_assert(offsetof(WireHeader, chunk_offset) == 120);
-static_assert(offsetof(WireHeader, payload_bytes) == 128);
-static_assert(offsetof(WireHeader, placed_bytes) == 136);
-static_assert(offsetof(WireHeader, data_fingerprint) == 144);
-static_assert(offsetof(WireHeader, loss_scale) == 152);
-static_assert(offsetof(WireHeader, plan_hash) == 160);
-static_assert(offsetof(WireHeader, num_work_items) == 168);
-static_assert(offsetof(WireHeader, tensor_index) == 176);
-static_assert(offsetof(WireHeader, num_tensors) == 178);
-static_assert(offsetof(WireHeader, kind) == 180);
-static_assert(offsetof(WireHeader, dtype) == 181);
-static_assert(offsetof(WireHeader, num_dims) == 182);
-static_assert(offsetof(WireHeader, flags) == 183);
-static_assert(offsetof(WireHeader, payload_checksum) == 184);
-static_assert(offsetof(WireHeader, slot) == 188);
-static_assert(offsetof(WireHeader, codec) == 190);
-static_assert(offsetof(WireHeader, boundary_events) == 191);
-static_assert(offsetof(WireHeader, further_slots) == 192);
-static_assert(offsetof(WireHeader, num_minibatches) == 200);
-static_assert(offsetof(WireHeader, header_checksum) == 204);
 static_assert(std::numeric_limits<double>::is_iec559 && sizeof(double) == 8);
 
 constexpr std::uint8_t kFlagPayloadChecksum = 1;
@@ -103,15 +72,56 @@ bool is_known_kind(std::uint8_t code) {
          code <= static_cast<std::uint8_t>(FrameKind::kBeat);
 }
 
-std::uint8_t flags_of(const FrameHeader& header) {
-  unsigned flags = 0;
-  if (header.has_payload_checksum) flags |= kFlagPayloadChecksum;
-  if (header.fields.gradients_overflowed) flags |= kFlagGradientsOverflowed;
-  if (header.fields.is_empty) flags |= kFlagEmpty;
-  if (header.fields.is_end_of_data) flags |= kFlagEndOfData;
-  if (header.has_pulse) flags |= kFlagPulse;
-  if (header.has_last_slot) flags |= kFlagLastSlot;
-  return static_cast<std::uint8_t>(flags);
+// Calls move(a field of `header`, the same field of `wire`) for each field that lies in `wire` by itself.
+template <class Header, class Wire, class Move>
+void for_each_field(Header& header, Wire& wire, Move move) {
+  move(header.identity.run_id, wire.run_id);
+  move(header.identity.incarnation, wire.incarnation);
+  move(header.identity.channel_id, wire.channel_id);
+  move(header.sequence, wire.sequence);
+  move(header.minibatch, wire.minibatch);
+  move(header.microbatch, wire.microbatch);
+  move(header.shape, wire.shape);
+  move(header.tensor_bytes, wire.tensor_bytes);
+  move(header.chunk_offset, wire.chunk_offset);
+  move(header.payload_bytes, wire.payload_bytes);
+  move(header.placed_bytes, wire.placed_bytes);
+  move(header.fields.data_fingerprint, wire.data_fingerprint);
+  move(header.fields.loss_scale, wire.loss_scale);
+  move(header.plan_hash, wire.plan_hash);
+  move(header.num_work_items, wire.num_work_items);
+  move(header.tensor_index, wire.tensor_index);
+  move(header.num_tensors, wire.num_tensors);
+  move(header.kind, wire.kind);
+  move(header.dtype, wire.dtype);
+  move(header.num_dims, wire.num_dims);
+  move(header.payload_checksum, wire.payload_checksum);
+  move(header.slot, wire.slot);
+  move(header.codec, wire.codec);
+  move(header.fields.boundary_events, wire.boundary_events);
+  move(header.further_slots, wire.further_slots);
+  move(header.fields.num_minibatches, wire.num_minibatches);
+}
+
+// Calls visit(the flag's bit, the header's field) for each flag.
+template <class Header, class Visit>
+void for_each_flag(Header& header, Visit visit) {
+  visit(kFlagPayloadChecksum, header.has_payload_checksum);
+  visit(kFlagGradientsOverflowed, header.fields.gradients_overflowed);
+  visit(kFlagEmpty, header.fields.is_empty);
+  visit(kFlagEndOfData, header.fields.is_end_of_data);
+  visit(kFlagPulse, header.has_pulse);
+  visit(kFlagLastSlot, header.has_last_slot);
+}
+
+template <class Tag>
+std::int64_t on_wire(StrongId<Tag> id) {
+  return id.value();
+}
+
+template <class Value>
+Value on_wire(Value value) {
+  return value;
 }
 
 Failure corrupt(const std::string& what) {
@@ -289,33 +299,12 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
   wire.magic = kFrameMagic;
   wire.format_version = kFrameFormatVersion;
   wire.header_bytes = kFrameHeaderBytes;
-  wire.run_id = header.identity.run_id;
-  wire.incarnation = header.identity.incarnation;
-  wire.channel_id = header.identity.channel_id;
-  wire.sequence = header.sequence;
-  wire.minibatch = header.minibatch.value();
-  wire.microbatch = header.microbatch.value();
-  for (std::size_t dim = 0; dim < kNumDimsMax; ++dim) wire.shape[dim] = header.shape[dim];
-  wire.tensor_bytes = header.tensor_bytes;
-  wire.chunk_offset = header.chunk_offset;
-  wire.payload_bytes = header.payload_bytes;
-  wire.placed_bytes = header.placed_bytes;
-  wire.data_fingerprint = header.fields.data_fingerprint;
-  wire.loss_scale = header.fields.loss_scale;
-  wire.plan_hash = header.plan_hash;
-  wire.num_work_items = header.num_work_items;
-  wire.tensor_index = header.tensor_index;
-  wire.num_tensors = header.num_tensors;
-  wire.kind = static_cast<std::uint8_t>(header.kind);
-  wire.dtype = static_cast<std::uint8_t>(header.dtype);
-  wire.num_dims = header.num_dims;
-  wire.flags = flags_of(header);
-  wire.payload_checksum = header.payload_checksum;
-  wire.slot = header.slot;
-  wire.further_slots = header.further_slots;
-  wire.num_minibatches = header.fields.num_minibatches;
-  wire.codec = static_cast<std::uint8_t>(header.codec);
-  wire.boundary_events = header.fields.boundary_events;
+  for_each_field(header, wire, []<class Field>(const auto& field, Field& in_wire) {
+    in_wire = static_cast<Field>(on_wire(field));
+  });
+  for_each_flag(header, [&](std::uint8_t flag, bool is_set) {
+    if (is_set) wire.flags = static_cast<std::uint8_t>(wire.flags | flag);
+  });
   std::memcpy(bytes.data(), &wire, sizeof(wire));
   wire.header_checksum = checksum_of(bytes);
   std::memcpy(bytes.data(), &wire, sizeof(wire));
@@ -359,36 +348,9 @@ Result<FrameHeader> decode(std::span<const std::byte> bytes) {
   if (auto violation = envelope_violation(wire, bytes)) return *violation;
 
   FrameHeader header;
-  header.kind = static_cast<FrameKind>(wire.kind);
-  header.identity = {wire.run_id, wire.incarnation, wire.channel_id};
-  header.sequence = wire.sequence;
-  header.minibatch = MinibatchId(wire.minibatch);
-  header.microbatch = MicrobatchIndex(wire.microbatch);
-  header.tensor_index = wire.tensor_index;
-  header.num_tensors = wire.num_tensors;
-  header.dtype = static_cast<DType>(wire.dtype);
-  header.num_dims = wire.num_dims;
-  for (std::size_t dim = 0; dim < kNumDimsMax; ++dim) header.shape[dim] = wire.shape[dim];
-  header.tensor_bytes = wire.tensor_bytes;
-  header.chunk_offset = wire.chunk_offset;
-  header.payload_bytes = wire.payload_bytes;
-  header.placed_bytes = wire.placed_bytes;
-  header.fields.data_fingerprint = wire.data_fingerprint;
-  header.fields.loss_scale = wire.loss_scale;
-  header.fields.gradients_overflowed = (wire.flags & kFlagGradientsOverflowed) != 0;
-  header.fields.is_empty = (wire.flags & kFlagEmpty) != 0;
-  header.fields.num_minibatches = wire.num_minibatches;
-  header.fields.is_end_of_data = (wire.flags & kFlagEndOfData) != 0;
-  header.fields.boundary_events = wire.boundary_events;
-  header.plan_hash = wire.plan_hash;
-  header.num_work_items = wire.num_work_items;
-  header.has_pulse = (wire.flags & kFlagPulse) != 0;
-  header.has_payload_checksum = (wire.flags & kFlagPayloadChecksum) != 0;
-  header.payload_checksum = wire.payload_checksum;
-  header.slot = wire.slot;
-  header.further_slots = wire.further_slots;
-  header.has_last_slot = (wire.flags & kFlagLastSlot) != 0;
-  header.codec = static_cast<CodecKind>(wire.codec);
+  for_each_field(header, wire,
+                 []<class Field>(Field& field, const auto& in_wire) { field = static_cast<Field>(in_wire); });
+  for_each_flag(header, [&](std::uint8_t flag, bool& is_set) { is_set = (wire.flags & flag) != 0; });
   if (auto violation = find_violation(header)) return *violation;
   return header;
 }
