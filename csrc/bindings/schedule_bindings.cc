@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -215,29 +216,21 @@ void bind_schedules(py::module_& module) {
   module.def(
       "check_exclusions",
       [](const std::vector<std::pair<std::string, std::optional<std::string>>>& said) {
-        std::map<Trait, std::string> by_trait;
-        Traits traits;
-        for (const auto& [key, words] : said) {
-          const std::optional<Trait> trait = find_trait(key);
-          if (!trait) throw UserError("no trait of exclusions.h is called \"" + key + '"');
-          traits.set(static_cast<std::size_t>(*trait));
-          by_trait[*trait] = words.value_or(std::string(words_of(*trait).said));
-        }
-        const Exclusion* const row = first_exclusion(traits);
-        if (row != nullptr) throw UserError(refusal(*row, by_trait.at(row->first), by_trait.at(row->second)));
+        std::map<std::string, std::string, std::less<>> by_key;
+        for (const auto& [key, text] : said) by_key[std::string(trait_of(key).key)] = text.value_or("");
+        check_exclusions(by_key);
       },
       py::arg("traits"));
   module.def("exclusions", [] {
-    std::vector<std::tuple<std::string, std::string, std::string, std::string>> rows;
-    for (const Exclusion& row : exclusions())
-      rows.emplace_back(words_of(row.first).key, words_of(row.second).key, row.because, row.remedy);
+    std::vector<std::tuple<std::string_view, std::string_view, std::string_view, std::string_view>> rows;
+    for (const auto& [first, second, because, remedy] : exclusions())
+      rows.emplace_back(first, second, because, remedy);
     return rows;
   });
   module.def("trait_names", [] {
-    std::map<std::string, std::string> names;
+    std::map<std::string_view, std::string_view> names;
     for (const Exclusion& row : exclusions()) {
-      for (const Trait trait : {row.first, row.second})
-        names.emplace(words_of(trait).key, words_of(trait).name);
+      for (const std::string_view key : {row.first, row.second}) names.emplace(key, trait_of(key).name);
     }
     return names;
   });

@@ -3,10 +3,8 @@
 // pairs of their arguments (planning/job.py). `pipedream explain --options` prints it. Pure; any thread.
 #pragma once
 
-#include <bitset>
-#include <cstddef>
-#include <cstdint>
-#include <optional>
+#include <functional>
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -15,84 +13,24 @@ namespace pipedream {
 
 // An option, or a property of a plan, a model or data. Exclusion, below, says which two of them exclude each
 // other.
-enum class Trait : std::uint8_t {
-  kAsp,
-  kSsp,
-  kNotSsp,
-  kStaleness,
-  kReduced,
-  kSyncEvery,
-  kPushCodec,
-  kFactors,
-  kSpares,
-  kTies,
-  kUnevenTies,
-  kReplicas,
-  kSeveralStages,
-  kProgram,
-  kCommonRounds,
-  kNewestVersions,
-  kOneStage,
-  kOneReplica,
-  kNorms,
-  kNormsOfStages,
-  kFloat16,
-  kTopkGradients,
-  kFloat32Masters,
-  kSparseAdam,
-  kValidation,
-  kAveragedValidation,
-  kAverages,
-  kNoAverages,
-  kShards,
-  kCheckpoints,
-  kTimedCheckpoints,
-  kInputReplicas,
-  kState,
-  kKeys,
-  kPorts,
-  kReadOnce,
-  kEpochs,
-  kMetaModel,
-  kModelWithValues,
-  kGatherAll,
-  kWeights,
-  kPaperCosts,
-  kCalibratedCosts,
-  kNoFormulas,
-  kMeasuredLinks,
-  kSpeeds,
-  kWorkersPerHost,
-  kDelayMax,
-  kNothingChosen,
-  kChosenMicrobatches,
-  kFixedSchedule,
-  kNumTraits
-};
-using Traits = std::bitset<static_cast<std::size_t>(Trait::kNumTraits)>;
-
-struct TraitWords {
-  Trait trait;
-  std::string_view key;   // its name in Python
+struct Trait {
+  std::string_view key;   // its name in Python and in the rows
   std::string_view name;  // in the printed table
   std::string_view said;  // in an error, if the caller does not name the value
 };
 
 struct Exclusion {
-  Trait first;
-  Trait second;
+  std::string_view first;  // keys of two traits
+  std::string_view second;
   std::string_view because;
   std::string_view remedy;
 };
 
 [[nodiscard]] std::span<const Exclusion> exclusions();
-[[nodiscard]] const TraitWords& words_of(Trait trait);
-[[nodiscard]] std::optional<Trait> find_trait(std::string_view key);
-// The first row whose two traits are both set; null if there is none.
-[[nodiscard]] const Exclusion* first_exclusion(const Traits& traits);
-// Returns the error's text, such as "sync is 'asp', and staleness is 1: ", then the reason and the remedy.
-// first, second: the texts for the two traits.
-[[nodiscard]] std::string refusal(const Exclusion& exclusion, std::string_view first,
-                                  std::string_view second);
+// Throws UserError for an unknown key.
+[[nodiscard]] const Trait& trait_of(std::string_view key);
+// Throws UserError for the first row whose two traits are both given, such as "sync is 'asp', and staleness
+// is 1: ", then the reason and the remedy. said: by key, the text for the trait; empty for the usual text.
+void check_exclusions(const std::map<std::string, std::string, std::less<>>& said);
 
 }  // namespace pipedream

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <numeric>
 #include <optional>
 #include <sstream>
@@ -80,44 +82,32 @@ bool has_replicas(const Placement& placement) {
                              [](const Place& place) { return !place.is_spare && place.replica.value() > 0; });
 }
 
-Traits traits_of(const ScheduleOptions& options) {
-  const ScheduleRules& rules = rules_of(options);
-  Traits traits;
-  const auto set = [&](Trait trait, bool is_there = true) {
-    traits[static_cast<std::size_t>(trait)] = is_there;
-  };
-  set(Trait::kAsp, options.asynchronous);
-  set(Trait::kNotSsp, options.asynchronous);
-  set(Trait::kStaleness, options.staleness > 0);
-  set(Trait::kReduced, options.uses_allreduce);
-  set(Trait::kNorms, options.exchanges_norms);
-  set(Trait::kTies, !options.ties.empty());
-  set(Trait::kSpares, options.placement.num_spares() > 0);
-  set(Trait::kReplicas, has_replicas(options.placement));
-  set(Trait::kSeveralStages, options.in_flight.size() > 1);
-  set(Trait::kProgram, options.program != nullptr);
-  set(Trait::kCommonRounds, !rules.may_be_asynchronous);
-  set(Trait::kNewestVersions, !rules.may_be_stale);
-  set(Trait::kOneStage, rules.has_one_stage);
-  set(Trait::kOneReplica, !rules.has_stage_per_worker);
-  set(Trait::kValidation, options.evaluates);
-  set(Trait::kState, options.oldest_minibatch.has_value());
-  return traits;
-}
-
-// The text for a trait in an error, with the option's value if the trait has one.
-std::string said(Trait trait, const ScheduleOptions& options) {
-  if (trait == Trait::kStaleness) return "staleness is " + std::to_string(options.staleness);
-  if (trait == Trait::kSeveralStages)
-    return "the plan has " + std::to_string(options.in_flight.size()) + " stages";
-  if (trait == Trait::kCommonRounds || trait == Trait::kNewestVersions)
-    return "schedule is '" + options.schedule + "'";
-  return std::string(words_of(trait).said);
-}
-
+// Refuses two of the core's own options that exclude each other.
 void check_together(const ScheduleOptions& options) {
-  const Exclusion* const row = first_exclusion(traits_of(options));
-  if (row != nullptr) throw UserError(refusal(*row, said(row->first, options), said(row->second, options)));
+  const ScheduleRules& rules = rules_of(options);
+  const std::string schedule = "schedule is '" + options.schedule + "'";
+  std::map<std::string, std::string, std::less<>> said;
+  const auto say_if = [&](bool is_there, const char* key, const std::string& text = "") {
+    if (is_there) said.emplace(key, text);
+  };
+  say_if(options.asynchronous, "asp");
+  say_if(options.asynchronous, "not_ssp");
+  say_if(options.staleness > 0, "staleness", "staleness is " + std::to_string(options.staleness));
+  say_if(options.uses_allreduce, "reduced");
+  say_if(options.exchanges_norms, "norms");
+  say_if(!options.ties.empty(), "ties");
+  say_if(options.placement.num_spares() > 0, "spares");
+  say_if(has_replicas(options.placement), "replicas");
+  say_if(options.in_flight.size() > 1, "several_stages",
+         "the plan has " + std::to_string(options.in_flight.size()) + " stages");
+  say_if(options.program != nullptr, "program");
+  say_if(!rules.may_be_asynchronous, "common_rounds", schedule);
+  say_if(!rules.may_be_stale, "newest_versions", schedule);
+  say_if(rules.has_one_stage, "one_stage");
+  say_if(!rules.has_stage_per_worker, "one_replica");
+  say_if(options.evaluates, "validation");
+  say_if(options.oldest_minibatch.has_value(), "state");
+  check_exclusions(said);
 }
 
 void check_length(const char* name, std::size_t length, const ScheduleOptions& options) {
