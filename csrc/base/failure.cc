@@ -1,26 +1,15 @@
 // Names the kinds of failure like the Python exceptions for them.
 #include "base/failure.h"
 
+#include <array>
+#include <cstddef>
+
 namespace pipedream {
 
 std::string_view failure_kind_name(FailureKind kind) {
-  switch (kind) {
-    case FailureKind::kPeerLost:
-      return "PeerLost";
-    case FailureKind::kTimeout:
-      return "Timeout";
-    case FailureKind::kCorruptFrame:
-      return "CorruptFrame";
-    case FailureKind::kAborted:
-      return "Aborted";
-    case FailureKind::kClosed:
-      return "Closed";
-    case FailureKind::kDeviceError:
-      return "DeviceError";
-    case FailureKind::kUncaught:
-      return "UncaughtError";
-  }
-  PD_CHECK(false, "failure kind " << static_cast<int>(kind));
+  constexpr std::array<std::string_view, 7> kNames = {"PeerLost", "Timeout",     "CorruptFrame", "Aborted",
+                                                      "Closed",   "DeviceError", "UncaughtError"};
+  return kNames.at(static_cast<std::size_t>(kind));
 }
 
 }  // namespace pipedream

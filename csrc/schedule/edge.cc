@@ -1,6 +1,7 @@
 #include "schedule/edge.h"
 
-#include "base/check.h"
+#include <array>
+#include <cstddef>
 
 namespace pipedream {
 
@@ -10,25 +11,9 @@ std::string to_string(const StageReplica& end) {
 }
 
 const char* edge_kind_name(EdgeKind kind) {
-  switch (kind) {
-    case EdgeKind::kActivation:
-      return "activation";
-    case EdgeKind::kGradient:
-      return "gradient";
-    case EdgeKind::kTiedGradient:
-      return "tied_gradient";
-    case EdgeKind::kTiedVersion:
-      return "tied_version";
-    case EdgeKind::kNorm:
-      return "norm";
-    case EdgeKind::kPush:
-      return "push";
-    case EdgeKind::kPull:
-      return "pull";
-    case EdgeKind::kEvaluation:
-      return "evaluation";
-  }
-  PD_CHECK(false, "edge kind " << static_cast<int>(kind));
+  constexpr std::array<const char*, kEdgeKinds.size()> kNames = {
+      "activation", "gradient", "tied_gradient", "tied_version", "norm", "push", "pull", "evaluation"};
+  return kNames.at(static_cast<std::size_t>(kind));
 }
 
 std::optional<EdgeKind> find_edge_kind(std::string_view name) {

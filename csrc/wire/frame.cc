@@ -1,6 +1,7 @@
 // Encodes and decodes frame headers. Pure functions; any thread.
 #include "wire/frame.h"
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstddef>
@@ -275,23 +276,9 @@ std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<cons
 }  // namespace
 
 std::string_view frame_kind_name(FrameKind kind) {
-  switch (kind) {
-    case FrameKind::kHello:
-      return "HELLO";
-    case FrameKind::kTensor:
-      return "TENSOR";
-    case FrameKind::kCredit:
-      return "CREDIT";
-    case FrameKind::kEnd:
-      return "END";
-    case FrameKind::kAbort:
-      return "ABORT";
-    case FrameKind::kBye:
-      return "BYE";
-    case FrameKind::kBeat:
-      return "BEAT";
-  }
-  PD_CHECK(false, "frame kind " << static_cast<int>(kind));
+  constexpr std::array<std::string_view, 7> kNames = {"HELLO", "TENSOR", "CREDIT", "END",
+                                                      "ABORT", "BYE",    "BEAT"};
+  return kNames.at(static_cast<std::size_t>(kind) - 1);
 }
 
 void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> bytes) {
