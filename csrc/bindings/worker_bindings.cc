@@ -113,10 +113,10 @@ class PyWorker {
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
                    const TensorFields& tensors, std::int64_t num_items, std::int64_t first_microbatch,
-                   std::int64_t microbatch_stride, std::int64_t num_microbatches,
-                   const std::optional<std::size_t>& chunk_bytes, bool on_device, const std::string& codec,
-                   bool places_on_device, std::size_t num_transfers_kept, std::int64_t num_residuals,
-                   const std::string& posted_into, std::size_t num_posts_max) {
+                   std::int64_t microbatch_stride, std::int64_t num_microbatches, std::size_t chunk_bytes,
+                   bool on_device, const std::string& codec, bool places_on_device,
+                   std::size_t num_transfers_kept, std::int64_t num_residuals, const std::string& posted_into,
+                   std::size_t num_posts_max) {
     ChannelSpec spec;
     spec.name = name;
     spec.peer = peer;
@@ -126,7 +126,7 @@ class PyWorker {
     spec.first_microbatch = first_microbatch;
     spec.microbatch_stride = microbatch_stride;
     spec.num_microbatches = num_microbatches;
-    if (chunk_bytes) spec.chunk_bytes = *chunk_bytes;
+    spec.chunk_bytes = chunk_bytes;
     spec.on_device = on_device;
     spec.codec = codec_from_name(codec);
     spec.places_on_device = places_on_device;
@@ -455,7 +455,7 @@ void bind_worker(py::module_& module) {
       .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
            py::arg("first_microbatch") = 0, py::arg("microbatch_stride") = 1, py::arg("num_microbatches") = 1,
-           py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true, py::arg("codec") = "none",
+           py::arg("chunk_bytes") = 0, py::arg("on_device") = true, py::arg("codec") = "none",
            py::arg("places_on_device") = false, py::arg("num_transfers_kept") = 0,
            py::arg("num_residuals") = 1, py::arg("posted_into") = "", py::arg("num_posts_max") = 0)
       .def("offer_device_memory", &PyWorker::offer_device_memory, py::call_guard<py::gil_scoped_release>())

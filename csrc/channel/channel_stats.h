@@ -12,7 +12,7 @@ struct ChannelStats {
   std::uint64_t num_items = 0;  // sent or received
   std::uint64_t num_chunks = 0;
   std::uint64_t tensor_bytes = 0;  // the items' tensors before encoding
-  std::uint64_t chunk_bytes = 0;   // sender: the present chunk size; 0 at a receiver
+  std::uint64_t chunk_bytes = 0;   // sender: the chunk size on the wire; 0 at a receiver
   std::uint64_t placed_bytes = 0;  // bytes that the sender wrote into the receiver's memory
   // At a sender: the time during which at least one item was between send() and the release of its last byte.
   // Bytes may then still lie in the system's buffers. At a receiver: the sum over items of the time from an

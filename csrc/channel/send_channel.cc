@@ -14,7 +14,7 @@ SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& w
       transport_(transport),
       wakeup_(wakeup),
       queue_(options_.num_items_max + kNumSpareItems, layout_),
-      record_(options_.chunk_bytes, options_.num_transfers_kept),
+      record_(options_.num_transfers_kept),
       started_(options_.num_items_max + kNumSpareItems),
       copier_(layout_, device, staging, residual, encoded, [this] { schedule_pump(); }) {
   PD_CHECK(options_.chunk_bytes <= kChunkBytesMax, options_.chunk_bytes);
@@ -64,8 +64,8 @@ void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, const 
   item.keep_alive = std::move(keep_alive);
   item.num_wire_bytes = num_wire_bytes;
   item.is_placed = copier_.places();
+  item.chunk_bytes = chunk_bytes(item.is_placed);
   record_.begin(item);
-  if (item.is_placed && options_.chunk_bytes == 0) item.chunk_bytes = kPlacedChunkBytes;
   item.cut();
   enqueue(item);
 }
@@ -267,6 +267,7 @@ void SendChannel::release(SendItem& item) {
 
 ChannelStats SendChannel::stats() const {
   ChannelStats stats = record_.stats();
+  stats.chunk_bytes = chunk_bytes(/*is_placed=*/false);
   if (const Link* link = link_.load()) stats.link = link->counters();
   return stats;
 }

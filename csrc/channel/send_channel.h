@@ -46,10 +46,14 @@
 
 namespace pipedream {
 
+// The chunk size of tensors that travel by the wire. Small chunks let copies and the wire overlap, but each
+// chunk has a fixed cost.
+inline constexpr std::size_t kUsualChunkBytes = std::size_t{1} << 20;
+
 struct ChannelOptions {
   std::string name;  // for errors: "activations of stage 0 to stage 1"
   ItemSpec spec;
-  std::size_t chunk_bytes = 0;  // the sender's chunk size; 0: measured, see chunk_tuner.h
+  std::size_t chunk_bytes = 0;  // the sender's chunk size; 0: the usual one
   std::size_t num_items_max = 16;
   // The numbers of the microbatches that the channel carries, counted through the whole run: first_microbatch
   // and every microbatch_stride-th number after it. With a stride of 0 they are any later numbers in
@@ -142,6 +146,10 @@ class SendChannel final : public LinkHandler {
   // whose on_sent comes late, after the receiver has already sent back a result of it.
   static constexpr std::size_t kNumSpareItems = 2;
 
+  [[nodiscard]] std::size_t chunk_bytes(bool is_placed) const {
+    if (options_.chunk_bytes != 0) return options_.chunk_bytes;
+    return is_placed ? kPlacedChunkBytes : kUsualChunkBytes;
+  }
   [[nodiscard]] std::size_t check_and_count_bytes(MinibatchId minibatch,
                                                   const std::vector<TensorView>& tensors) const;
   [[nodiscard]] Failure starved() const;

@@ -80,8 +80,6 @@ struct SendItem {
   std::atomic<std::size_t> num_chunks_left{0};    // not yet sent
 
   // For SendRecord.
-  bool is_timed = false;         // ChunkTuner gets its time, if no other item follows it
-  std::uint64_t send_index = 0;  // among the items with tensors
   std::int64_t queued_ns = 0;
   std::int64_t started_ns = 0;  // this time and the next two are 0 until they are known
   std::int64_t copied_ns = 0;

@@ -8,16 +8,10 @@
 
 namespace pipedream {
 
-SendRecord::SendRecord(std::size_t chunk_bytes, std::size_t num_transfers_kept)
-    : tuner_(chunk_bytes), transfers_(num_transfers_kept) {}
-
 void SendRecord::begin(SendItem& item) {
   item.queued_ns = now_ns();
   item.started_ns = item.copied_ns = item.framed_ns = 0;
   const std::lock_guard lock(mutex_);
-  item.is_timed = !item.is_placed && num_under_way_ == 0 && tuner_.wants(item.num_wire_bytes);
-  item.chunk_bytes = item.is_timed ? tuner_.chunk_bytes() : tuner_.untimed_chunk_bytes();
-  item.send_index = num_sent_++;
   if (num_under_way_++ == 0) under_way_since_ns_ = item.queued_ns;
 }
 
@@ -37,18 +31,10 @@ void SendRecord::note_framed(SendItem& item) {
 // An item that was never sent, in a failed run, gets no entry among the transfers.
 void SendRecord::end(const SendItem& item, std::int64_t released_ns) {
   const std::lock_guard lock(mutex_);
-  if (item.is_timed) time(item, released_ns);
   if (--num_under_way_ == 0) transfer_ns_ += released_ns - under_way_since_ns_;
   if (item.framed_ns == 0) return;
   transfers_.add({item.minibatch, item.microbatch, item.num_wire_bytes, item.queued_ns, item.started_ns,
                   item.copied_ns, item.framed_ns, released_ns});
-}
-
-// Gives the item's time to the tuner, unless another item was sent after it or it never started. Called under
-// the mutex.
-void SendRecord::time(const SendItem& item, std::int64_t released_ns) {
-  if (item.started_ns == 0 || item.send_index + 1 != num_sent_ || !tuner_.wants(item.num_wire_bytes)) return;
-  tuner_.record(item.num_wire_bytes, std::max<std::int64_t>(1, released_ns - item.started_ns));
 }
 
 void SendRecord::note_credit_wait(bool waits) {
@@ -68,7 +54,6 @@ ChannelStats SendRecord::stats() const {
   const std::int64_t credit_wait_began_ns = credit_wait_began_ns_.load();
   if (credit_wait_began_ns != 0) stats.credit_wait_ns += now_ns() - credit_wait_began_ns;
   const std::lock_guard lock(mutex_);
-  stats.chunk_bytes = tuner_.untimed_chunk_bytes();
   stats.transfer_ns = transfer_ns_ + (num_under_way_ > 0 ? now_ns() - under_way_since_ns_ : 0);
   return stats;
 }

@@ -1,5 +1,4 @@
-// Keeps a sending channel's statistics: its counters, the times of its newest items, and the best chunk size
-// that it has measured. Any thread.
+// Keeps a sending channel's statistics: its counters, and the times of its newest items. Any thread.
 #pragma once
 
 #include <atomic>
@@ -10,7 +9,6 @@
 
 #include "base/newest_log.h"
 #include "channel/channel_stats.h"
-#include "channel/chunk_tuner.h"
 #include "channel/send_item.h"
 #include "channel/transfer.h"
 
@@ -18,10 +16,9 @@ namespace pipedream {
 
 class SendRecord {
  public:
-  // chunk_bytes: as in ChunkTuner's constructor.
-  SendRecord(std::size_t chunk_bytes, std::size_t num_transfers_kept);
+  explicit SendRecord(std::size_t num_transfers_kept) : transfers_(num_transfers_kept) {}
 
-  // Notes that send() got an item with tensors, and chooses its chunk_bytes. is_placed is already set.
+  // Notes that send() got an item with tensors.
   void begin(SendItem& item);
   // Notes that the chunk at item.framed is about to be given to the link.
   void note_framed(SendItem& item);
@@ -30,14 +27,12 @@ class SendRecord {
   // Notes whether the first item in the queue waits for a slot of the receiver. One thread at a time.
   void note_credit_wait(bool waits);
 
-  // All counters except the link's.
+  // All counters except the link's, without the chunk size.
   [[nodiscard]] ChannelStats stats() const;
   // The transfers of the most recently released items, in the order in which they were sent.
   [[nodiscard]] std::vector<SentTransfer> transfers() const;
 
  private:
-  void time(const SendItem& item, std::int64_t released_ns);
-
   std::atomic<std::uint64_t> num_items_sent_{0};
   std::atomic<std::uint64_t> num_chunks_framed_{0};
   std::atomic<std::uint64_t> num_tensor_bytes_{0};
@@ -45,9 +40,7 @@ class SendRecord {
   std::atomic<std::int64_t> credit_wait_ns_{0};
   std::atomic<std::int64_t> credit_wait_began_ns_{0};  // 0: not waiting
 
-  mutable std::mutex mutex_;  // guards the members below
-  ChunkTuner tuner_;
-  std::uint64_t num_sent_ = 0;     // items with tensors
+  mutable std::mutex mutex_;       // guards the members below
   std::size_t num_under_way_ = 0;  // items between begin() and end()
   std::int64_t under_way_since_ns_ = 0;
   std::int64_t transfer_ns_ = 0;

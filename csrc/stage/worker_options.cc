@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "base/failure.h"
-#include "channel/chunk_tuner.h"
+#include "channel/send_channel.h"
 #include "channel/wire_layout.h"
 #include "stage/abort_frame.h"
 #include "weights/optimizer_kernels.h"
@@ -14,7 +14,7 @@ namespace pipedream {
 
 std::size_t payload_bytes_max(const ChannelSpec& spec) {
   const std::size_t slot_bytes = WireLayout(spec.item, spec.codec).slot_bytes();
-  const std::size_t chunk_bytes = spec.chunk_bytes != 0 ? spec.chunk_bytes : kChunkBytesTried.back();
+  const std::size_t chunk_bytes = spec.chunk_bytes != 0 ? spec.chunk_bytes : kUsualChunkBytes;
   return std::max(std::min(chunk_bytes, slot_bytes), kAbortTextBytesMax);
 }
 

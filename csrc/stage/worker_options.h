@@ -65,7 +65,7 @@ struct ChannelSpec {
   // The channel's first microbatch, counted through the run. A minibatch that is not cut is one microbatch.
   std::int64_t first_microbatch = 0;
   std::int64_t num_microbatches = 1;  // of every minibatch
-  std::size_t chunk_bytes = 0;        // 0: measured on the first items, see chunk_tuner.h
+  std::size_t chunk_bytes = 0;        // 0: the usual size (send_channel.h)
   bool on_device = true;              // false: items live in host memory on every device
   Codec codec{};                      // of its float tensors
   // Whether the sender writes into the receiver's device memory, so that nothing is staged. Both ends have

@@ -747,7 +747,7 @@ class Worker:
         first_microbatch: int = 0,
         microbatch_stride: int = 1,
         num_microbatches: int = 1,
-        chunk_bytes: int | None = None,
+        chunk_bytes: int = 0,
         on_device: bool = True,
         codec: str = "none",
         places_on_device: bool = False,

@@ -127,26 +127,15 @@ TEST_P(RandomItems, ItemsOfManyThousandChunksArrive) {
   EXPECT_EQ(receiver_->stats().num_chunks, 3 * ((num_bytes + 63) / 64));
 }
 
-// The tuner tries chunk sizes on these items. With each size the items arrive whole.
-TEST_P(RandomItems, LargeItemsArriveWhileTheChunkSizeIsMeasured) {
-  constexpr std::int64_t kNumBytes = static_cast<std::int64_t>(2 * kChunkBytesTried.back() + 5);
+TEST_P(RandomItems, LargeItemsTravelInChunksOfTheUsualSizeAndPlacedOnesInLargerChunks) {
+  constexpr std::int64_t kNumBytes = static_cast<std::int64_t>(5 * kUsualChunkBytes + 5);
   make_channels(one_tensor_spec(kNumBytes), {.num_slots = 1, .chunk_bytes = 0});
   const auto content = one_tensor(kNumBytes, 3);
-  for (std::int64_t minibatch = 0; minibatch < 14; ++minibatch) {
-    send(minibatch, content);
-    expect_equal(take(), *content);
-    ASSERT_TRUE(sender_->wait_until_sent(patience()));
-  }
-  const ChannelStats stats = sender_->stats();
-  EXPECT_EQ(std::count(kChunkBytesTried.begin(), kChunkBytesTried.end(), stats.chunk_bytes), 1)
-      << stats.chunk_bytes;
-  // The test sends three items of each chunk size, then two of the chosen size. Placed items have larger
-  // chunks.
-  std::uint64_t num_chunks = 0;
-  const auto chunks_of = [](std::size_t chunk_bytes) { return (kNumBytes + chunk_bytes - 1) / chunk_bytes; };
-  for (const std::size_t tried : kChunkBytesTried) num_chunks += 3 * chunks_of(tried);
-  num_chunks += 2 * chunks_of(stats.chunk_bytes);
-  EXPECT_EQ(stats.num_chunks, placed() ? 14U * 2 : num_chunks);
+  send(0, content);
+  expect_equal(take(), *content);
+  ASSERT_TRUE(sender_->wait_until_sent(patience()));
+  EXPECT_EQ(sender_->stats().chunk_bytes, kUsualChunkBytes);
+  EXPECT_EQ(sender_->stats().num_chunks, placed() ? 2U : 6U);
 }
 
 // If the receiver takes nothing, the sender sends only as many items as there are slots.
