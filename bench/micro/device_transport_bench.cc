@@ -87,7 +87,7 @@ ChannelSpec channel_of(std::size_t num_bytes, bool places_on_device) {
   spec.name = kChannel;
   spec.peer = "the other side";
   spec.item = ItemSpec({{DType::kUInt8, 1, num_bytes}});
-  spec.num_items = kNumInFlightMax;
+  spec.num_items_max = kNumInFlightMax;
   spec.places_on_device = places_on_device;
   return spec;
 }

@@ -237,7 +237,7 @@ class ChannelWay final : public CountedWay {
     spec.name = kName;
     spec.peer = "the other side";
     spec.item = ItemSpec({{DType::kUInt8, 1, num_bytes}});
-    spec.num_items = kNumInFlightMax;
+    spec.num_items_max = kNumInFlightMax;
     if (sends) {
       worker->add_send_channel(spec);
     } else {

@@ -112,7 +112,7 @@ class PyWorker {
   }
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
-                   const TensorFields& tensors, std::int64_t num_items, std::int64_t first_microbatch,
+                   const TensorFields& tensors, std::size_t num_items, std::int64_t first_microbatch,
                    std::int64_t microbatch_stride, std::int64_t num_microbatches, std::size_t chunk_bytes,
                    bool on_device, const std::string& codec, bool places_on_device,
                    std::size_t num_transfers_kept, std::int64_t num_residuals, const std::string& posted_into,
@@ -122,7 +122,7 @@ class PyWorker {
     spec.peer = peer;
     spec.channel_id = channel_id;
     spec.item = item_spec(tensors);
-    spec.num_items = num_items;
+    spec.num_items_max = num_items;
     spec.first_microbatch = first_microbatch;
     spec.microbatch_stride = microbatch_stride;
     spec.num_microbatches = num_microbatches;

@@ -13,7 +13,7 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
                                SlotGroup& slots, SlotGroup* staging, Stream* compute_stream,
                                const SharedMemory* shared, SlotGroup* encoded)
     : options_(std::move(options)),
-      layout_(options_.spec, options_.codec),
+      layout_(options_.item, options_.codec),
       transport_(transport),
       wakeup_(wakeup),
       slots_(slots),
@@ -34,9 +34,9 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       credits_(std::min(static_cast<std::size_t>(slots.term().num_slots), kNumGrantsMax), granted_.size()),
       next_number_(options_.first_microbatch) {
   PD_CHECK(options_.microbatch_stride >= 0 && options_.num_microbatches >= 1, options_.name);
-  PD_CHECK(takes_posts() || slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
+  PD_CHECK(takes_posts() || slots.term().slot_bytes >= options_.item.slot_bytes(), options_.name);
   PD_CHECK(!takes_posts() || (staging == nullptr && compute_stream == nullptr && !is_placed_on_device() &&
-                              options_.spec.num_tensors() == 1),
+                              options_.item.num_tensors() == 1),
            options_.name);
   PD_CHECK(staging == nullptr || (staging->term().num_slots >= slots.term().num_slots &&
                                   staging->term().slot_bytes >= layout_.slot_bytes()),
@@ -48,7 +48,7 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
   PD_CHECK(!layout_.encodes() || staging != nullptr, options_.name);
   for (ReceivedSlot& received : *received_slots_) {
     received.receiver = access_.get();
-    received.tensors.reserve(options_.spec.num_tensors());
+    received.tensors.reserve(options_.item.num_tensors());
     if (staging != nullptr) received.ready = device.make_event();
     received.device = &device;
     received.compute_stream = compute_stream;
@@ -264,9 +264,9 @@ std::optional<Failure> ReceiveChannel::on_tensor(const FrameHeader& header,
 // and minibatches come strictly in order.
 std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) const {
   if (ended_) return "a tensor after the end";
-  if (header.num_tensors != options_.spec.num_tensors()) {
+  if (header.num_tensors != options_.item.num_tensors()) {
     return std::to_string(header.num_tensors) + " tensors, planned " +
-           std::to_string(options_.spec.num_tensors());
+           std::to_string(options_.item.num_tensors());
   }
   const MinibatchId minibatch =
       current_ ? current_->minibatch : MinibatchId(next_number_ / options_.num_microbatches);
@@ -301,7 +301,7 @@ std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) 
 std::optional<std::string> ReceiveChannel::unplanned(const FrameHeader& header) const {
   const TensorView tensor{header.dtype, header.num_dims, header.shape, nullptr};
   const std::size_t tensor_bytes = tensor.size_bytes();
-  if (auto what = options_.spec.mismatch(tensor_index_, header.dtype, header.num_dims, tensor_bytes)) {
+  if (auto what = options_.item.mismatch(tensor_index_, header.dtype, header.num_dims, tensor_bytes)) {
     return what;
   }
   const auto which = [&] { return "tensor " + std::to_string(tensor_index_); };
@@ -353,7 +353,7 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
 
 void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> payload) {
   ReceivedSlot& received = *current_->held;
-  std::byte* const tensor = received.data + options_.spec.offset_bytes(tensor_index_);
+  std::byte* const tensor = received.data + options_.item.offset_bytes(tensor_index_);
   if (tensor_offset_ == 0) {
     received.tensors.push_back(TensorView{header.dtype, header.num_dims, header.shape, tensor});
   }

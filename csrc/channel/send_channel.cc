@@ -10,7 +10,7 @@ namespace pipedream {
 SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
                          SlotGroup* staging, SlotGroup* residual, SlotGroup* encoded)
     : options_(std::move(options)),
-      layout_(options_.spec, options_.codec),
+      layout_(options_.item, options_.codec),
       transport_(transport),
       wakeup_(wakeup),
       queue_(options_.num_items_max + kNumSpareItems, layout_),
@@ -90,15 +90,15 @@ std::size_t SendChannel::check_and_count_bytes(MinibatchId minibatch,
   const auto refuse = [&](const std::string& why) {
     throw UserError(options_.name + ", minibatch " + std::to_string(minibatch.value()) + ": " + why);
   };
-  if (tensors.size() != options_.spec.num_tensors()) {
+  if (tensors.size() != options_.item.num_tensors()) {
     refuse(std::to_string(tensors.size()) + " tensors, planned " +
-           std::to_string(options_.spec.num_tensors()));
+           std::to_string(options_.item.num_tensors()));
   }
   std::size_t num_wire_bytes = 0;
   for (std::size_t tensor_index = 0; tensor_index < tensors.size(); ++tensor_index) {
     const TensorView& tensor = tensors[tensor_index];
     const std::size_t num_bytes = tensor.size_bytes();
-    if (auto why = options_.spec.mismatch(tensor_index, tensor.dtype, tensor.num_dims, num_bytes)) {
+    if (auto why = options_.item.mismatch(tensor_index, tensor.dtype, tensor.num_dims, num_bytes)) {
       refuse(*why + " (" + to_string(tensor) + "); sizes are planned from the first minibatch");
     }
     num_wire_bytes += layout_.wire_bytes(tensor_index, num_bytes);

@@ -52,9 +52,9 @@ inline constexpr std::size_t kUsualChunkBytes = std::size_t{1} << 20;
 
 struct ChannelOptions {
   std::string name;  // for errors: "activations of stage 0 to stage 1"
-  ItemSpec spec;
-  std::size_t chunk_bytes = 0;  // the sender's chunk size; 0: the usual one
-  std::size_t num_items_max = 16;
+  ItemSpec item;
+  std::size_t chunk_bytes = 0;     // the sender's chunk size; 0: the usual one
+  std::size_t num_items_max = 16;  // sender: items that may wait or be on the wire at once
   // The numbers of the microbatches that the channel carries, counted through the whole run: first_microbatch
   // and every microbatch_stride-th number after it. With a stride of 0 they are any later numbers in
   // ascending order.

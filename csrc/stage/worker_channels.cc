@@ -15,8 +15,8 @@ void Worker::check_new(const std::string& name) const {
 
 void Worker::check_spec(const ChannelSpec& spec) const {
   check_new(spec.name);
-  if (spec.num_items < 1) {
-    throw UserError("channel '" + spec.name + "' has num_items " + std::to_string(spec.num_items) +
+  if (spec.num_items_max < 1) {
+    throw UserError("channel '" + spec.name + "' has num_items " + std::to_string(spec.num_items_max) +
                     "; it must be 1 or more");
   }
   if (spec.chunk_bytes > kChunkBytesMax) {
@@ -43,8 +43,8 @@ bool Worker::is_staged(const ChannelSpec& spec) const {
 bool Worker::shares_memory() const { return options_.shares_memory && options_.transport != kInproc; }
 
 PoolTerm Worker::staging_term(const ChannelSpec& spec) const {
-  return {kStagingTerm + spec.name, WireLayout(spec.item, spec.codec).slot_bytes(), spec.num_items,
-          MemoryKind::kStaging};
+  return {kStagingTerm + spec.name, WireLayout(spec.item, spec.codec).slot_bytes(),
+          static_cast<std::int64_t>(spec.num_items_max), MemoryKind::kStaging};
 }
 
 SlotGroup* Worker::add_encoded(const ChannelSpec& spec) {
@@ -83,7 +83,8 @@ void Worker::add_receive_channel(const ChannelSpec& spec) {
   receiver.spec = spec;
   const bool is_posted = !spec.posted_into.empty();
   PD_CHECK(!is_posted || (device_->device_memory_is_host_memory() && !is_staged(spec)), spec.name);
-  PoolTerm slots{spec.name, is_posted ? 0 : spec.item.slot_bytes(), spec.num_items,
+  PoolTerm slots{spec.name, is_posted ? 0 : spec.item.slot_bytes(),
+                 static_cast<std::int64_t>(spec.num_items_max),
                  spec.on_device ? MemoryKind::kDevice : MemoryKind::kStaging};
   PoolTerm staging = staging_term(spec);
   if (shares_memory() && !is_posted) {  // shares the slots that the wire writes
@@ -123,18 +124,7 @@ void Worker::add_term(PoolTerm term, bool is_posted_into) {
 }
 
 ChannelOptions Worker::channel_options(const ChannelSpec& spec) const {
-  ChannelOptions options;
-  options.name = spec.name;
-  options.spec = spec.item;
-  options.chunk_bytes = spec.chunk_bytes;
-  options.num_items_max = static_cast<std::size_t>(spec.num_items);
-  options.first_microbatch = spec.first_microbatch;
-  options.microbatch_stride = spec.microbatch_stride;
-  options.num_microbatches = spec.num_microbatches;
-  options.codec = spec.codec;
-  options.num_transfers_kept = spec.num_transfers_kept;
-  options.num_posts_max = spec.num_posts_max;
-  options.channel_id = spec.channel_id;
+  ChannelOptions options = spec;
   if (compute_stream_ && options_.current_stream) {
     options.side_stream = [device = device_, compute = options_.compute_stream,
                            current = options_.current_stream]() -> std::unique_ptr<Stream> {

@@ -5,7 +5,6 @@
 #include <string_view>
 
 #include "base/failure.h"
-#include "channel/send_channel.h"
 #include "channel/wire_layout.h"
 #include "stage/abort_frame.h"
 #include "weights/optimizer_kernels.h"
@@ -35,16 +34,8 @@ std::unique_ptr<Device> make_device(const std::string& name) {
 }
 
 std::unique_ptr<Transport> make_transport(const WorkerOptions& options) {
-  TransportOptions transport;
-  transport.bind_host = options.bind_host;
-  transport.ports = options.ports;
-  transport.peer_timeout_s = options.peer_timeout_s;
-  transport.keys = options.keys;
-  transport.insecure = options.insecure;
-  transport.beats = options.beats;
-  transport.shares_memory = options.shares_memory;
-  if (options.transport == "zmq") return make_zmq_transport(transport, options.libzmq_path);
-  if (options.transport == kInproc) return make_inproc_transport(transport);
+  if (options.transport == "zmq") return make_zmq_transport(options, options.libzmq_path);
+  if (options.transport == kInproc) return make_inproc_transport(options);
   throw UserError("transport '" + options.transport + "' is unknown: use 'zmq' or 'inproc'");
 }
 

@@ -10,9 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "base/ids.h"
-#include "channel/tensor.h"
-#include "codec/codec.h"
+#include "channel/send_channel.h"
 #include "device/device.h"
 #include "schedule/edge.h"
 #include "transport/transport.h"
@@ -21,19 +19,14 @@ namespace pipedream {
 
 inline constexpr const char* kInproc = "inproc";
 
-struct WorkerOptions {
+// The transport's options apply to all links of the worker.
+struct WorkerOptions : TransportOptions {
+  WorkerOptions() { shares_memory = true; }
+
   std::string device = "host";    // or "cuda:0"
   std::string transport = "zmq";  // or "inproc"
   std::string libzmq_path;        // empty: as transport.h says
-  std::string bind_host = "127.0.0.1";
-  std::optional<PortRange> ports;
-  double peer_timeout_s = 15.0;
-  std::optional<CurveKeys> keys;  // ports, keys, insecure, beats: see TransportOptions
-  bool insecure = false;
-  bool beats = false;
-  // Whether senders of the same host may write straight into this worker's receive memory.
-  bool shares_memory = true;
-  bool checksums = false;  // send a CRC-32C with every payload; a receiver always checks one
+  bool checksums = false;         // send a CRC-32C with every payload; a receiver always checks one
   std::uint64_t run_id = 0;
   std::uint32_t incarnation = 0;
   std::uint64_t plan_hash = 0;
@@ -55,30 +48,20 @@ inline constexpr const char* kStagingTerm = "staging, ";
 inline constexpr const char* kResidualTerm = "residual, ";
 inline constexpr const char* kEncodedTerm = "encoded, ";
 
-// A channel of this worker. Both ends must give the same name, channel_id and spec.
-struct ChannelSpec {
-  std::string name;
-  std::string peer;  // for errors: "stage 1 (rank 1)"
-  std::uint32_t channel_id = 0;
-  ItemSpec item;
-  std::int64_t num_items = 2;  // receive: slots; send: items that may wait or be on the wire at once
-  // The channel's first microbatch, counted through the run. A minibatch that is not cut is one microbatch.
-  std::int64_t first_microbatch = 0;
-  std::int64_t num_microbatches = 1;  // of every minibatch
-  std::size_t chunk_bytes = 0;        // 0: the usual size (send_channel.h)
-  bool on_device = true;              // false: items live in host memory on every device
-  Codec codec{};                      // of its float tensors
+// A channel of this worker. Both ends must give the same name, channel_id and item. A receiver has
+// num_items_max slots.
+struct ChannelSpec : ChannelOptions {
+  ChannelSpec() { num_items_max = 2; }
+
+  std::string peer;       // for errors: "stage 1 (rank 1)"
+  bool on_device = true;  // false: items live in host memory on every device
   // Whether the sender writes into the receiver's device memory, so that nothing is staged. Both ends have
   // tested before that the sender can.
   bool places_on_device = false;
-  std::size_t num_transfers_kept = 0;  // how many of the newest items transfers() has
-  std::int64_t microbatch_stride = 1;  // the step between its microbatches; 0: irregular
-  std::int64_t num_residuals = 1;      // send: slots for the codec's residuals, used in turn
+  std::int64_t num_residuals = 1;  // send: slots for the codec's residuals, used in turn
   // For a receiving channel: the name of a term in host memory. If it is set, the channel has no slots, and
-  // post_items() names the place in this term where each item will land. num_posts_max: the most places that
-  // may be posted before their items have begun to arrive.
+  // post_items() names the place in this term where each item will land.
   std::string posted_into{};
-  std::size_t num_posts_max = 0;
 };
 
 // The name of the channel for an edge with one end at this worker.

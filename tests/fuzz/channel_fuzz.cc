@@ -42,9 +42,9 @@ struct Mode {
 ChannelOptions channel_options(const Mode& mode) {
   ChannelOptions options;
   options.name = "activations";
-  options.spec = ItemSpec({{DType::kFloat32, 1, kElements * 4}, {DType::kInt64, 2, kElements * 8}});
+  options.item = ItemSpec({{DType::kFloat32, 1, kElements * 4}, {DType::kInt64, 2, kElements * 8}});
   if (mode.takes_posts) {
-    options.spec = ItemSpec({{DType::kFloat32, 1, kElements * 4}});
+    options.item = ItemSpec({{DType::kFloat32, 1, kElements * 4}});
     options.num_posts_max = kNumPosts;
     options.channel_id = fuzz_link_options().identity.channel_id;
   }
@@ -230,10 +230,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t num_
 
   Pool pool(*device);
   SlotGroup& slots =
-      pool.add({"slots", mode.takes_posts ? 0 : options.spec.slot_bytes(), kNumSlots, MemoryKind::kDevice});
+      pool.add({"slots", mode.takes_posts ? 0 : options.item.slot_bytes(), kNumSlots, MemoryKind::kDevice});
   SlotGroup* staging = nullptr;
   if (staged) {
-    const WireLayout layout(options.spec, mode.codec);
+    const WireLayout layout(options.item, mode.codec);
     staging = &pool.add({"staging", layout.slot_bytes(), kNumSlots, MemoryKind::kStaging});
   }
   pool.seal();

@@ -28,7 +28,7 @@ enum class Path : std::uint8_t { kWire, kEncoded, kPlaced, kPosted };
 ChannelOptions channel_options(Path path) {
   ChannelOptions options;
   options.name = "activations";
-  options.spec = ItemSpec({{DType::kFloat32, 1, kItemBytes}});
+  options.item = ItemSpec({{DType::kFloat32, 1, kItemBytes}});
   options.chunk_bytes = 40;
   options.num_items_max = 4;
   if (path == Path::kEncoded) options.codec = {CodecKind::kBFloat16, 1};
@@ -139,7 +139,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t num_
   Pool pool(*device);
   SlotGroup* staging = nullptr;
   if (path == Path::kEncoded) {
-    const WireLayout layout(options.spec, options.codec);
+    const WireLayout layout(options.item, options.codec);
     staging = &pool.add({"staging", layout.slot_bytes(), 2, MemoryKind::kStaging});
   }
   pool.seal();

@@ -47,7 +47,7 @@ class DeviceWorkers : public testing::TestWithParam<std::string> {
     spec.peer = "the other stage";
     spec.channel_id = 3;
     spec.item = ItemSpec({{DType::kUInt8, 1, kBytesMax}, {DType::kInt64, 1, 64}});
-    spec.num_items = 3;
+    spec.num_items_max = 3;
     spec.places_on_device = places_on_device;
     return spec;
   }
@@ -235,7 +235,7 @@ TEST(DeviceOfAWorker, HasRoomForOneEncodedItemOfEachEndOfAChannel) {
   Worker worker(options);
   ChannelSpec spec;
   spec.item = ItemSpec({{DType::kFloat32, 1, 4000}});
-  spec.num_items = 3;
+  spec.num_items_max = 3;
   spec.name = "plain";
   worker.add_send_channel(spec);
   spec.codec = codec_from_name("bf16");

@@ -72,7 +72,7 @@ void add_channels(Worker& worker, const ScheduleOptions& schedule, Rank worker_i
     channel.peer = "stage " + std::to_string(peer.value()) + " (rank " + rank + ")";
     channel.channel_id = static_cast<std::uint32_t>(channel_id);
     channel.item = item;
-    channel.num_items = num_items;
+    channel.num_items_max = static_cast<std::size_t>(num_items);
     channel.num_microbatches = schedule.num_microbatches;
     channel.chunk_bytes = chunk_bytes;
     channel.places_on_device = places_on_device;

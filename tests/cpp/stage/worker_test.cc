@@ -40,15 +40,21 @@ class Faults : public testing::TestWithParam<std::string> {
   }
   // The workers of stages 0 and 1 in one thread: a sends activations to b, and b sends gradients and other
   // items to a.
-  void make_pair(std::int64_t num_items = 2) {
+  void make_pair(std::size_t num_items = 2) {
     WorkerOptions worker;
     worker.transport = GetParam();
     a_ = std::make_unique<Worker>(worker);
     b_ = std::make_unique<Worker>(worker);
     const auto spec = [num_items](const std::string& name, const std::string& peer,
                                   std::uint32_t channel_id) {
-      return ChannelSpec{name, peer, channel_id, ItemSpec({{DType::kUInt8, 1, 1000}}), num_items, {},
-                         1,    300,  true};
+      ChannelSpec channel;
+      channel.name = name;
+      channel.peer = peer;
+      channel.channel_id = channel_id;
+      channel.item = ItemSpec({{DType::kUInt8, 1, 1000}});
+      channel.num_items_max = num_items;
+      channel.chunk_bytes = 300;
+      return channel;
     };
     a_->add_send_channel(spec(activations_name(0), "stage 1 (rank 1)", 1));
     b_->add_receive_channel(spec(activations_name(0), "stage 0 (rank 0)", 1));
@@ -573,7 +579,7 @@ TEST_F(OneChannel, WaitForTransfersEndsAtItsDeadlineWhileAnItemHasNoRoom) {
   make_workers(keeping, keeping);
   a_->connect(b_->listen());
   open();
-  for (std::int64_t item = 0; item <= keeping.num_items; ++item) send(values_);
+  for (std::size_t item = 0; item <= keeping.num_items_max; ++item) send(values_);
   EXPECT_FALSE(a_->wait_for_transfers(Clock::now() + std::chrono::milliseconds(30)));
   EXPECT_EQ(receive(), values_);
   EXPECT_TRUE(a_->wait_for_transfers(patience()));
@@ -737,15 +743,19 @@ TEST(WorkerOptions, ChannelThatNoFrameOrNoItemHasRoomForIsRefused) {
       return std::string(error.what());
     }
   };
-  ChannelSpec spec{"weights", "stage 1 (rank 1)", 1, ItemSpec({{DType::kUInt8, 1, 10}})};
+  ChannelSpec spec;
+  spec.name = "weights";
+  spec.peer = "stage 1 (rank 1)";
+  spec.channel_id = 1;
+  spec.item = ItemSpec({{DType::kUInt8, 1, 10}});
   for (const auto add : {&Worker::add_send_channel, &Worker::add_receive_channel}) {
     spec.chunk_bytes = (std::size_t{64} << 20) + 1;
     EXPECT_EQ(refusal_of(spec, add),
               "channel 'weights' has chunk_bytes 67108865; a frame has at most 67108864");
     spec.chunk_bytes = 0;
-    spec.num_items = 0;
+    spec.num_items_max = 0;
     EXPECT_EQ(refusal_of(spec, add), "channel 'weights' has num_items 0; it must be 1 or more");
-    spec.num_items = 1;
+    spec.num_items_max = 1;
   }
 }
 
@@ -753,7 +763,11 @@ TEST(WorkerOptions, ChannelNamesAreUniqueAndEveryEndpointIsNeeded) {
   WorkerOptions options;
   options.transport = "inproc";
   Worker worker(options);
-  const ChannelSpec spec{"weights", "stage 1 (rank 1)", 1, ItemSpec({{DType::kUInt8, 1, 10}})};
+  ChannelSpec spec;
+  spec.name = "weights";
+  spec.peer = "stage 1 (rank 1)";
+  spec.channel_id = 1;
+  spec.item = ItemSpec({{DType::kUInt8, 1, 10}});
   worker.add_send_channel(spec);
   EXPECT_THROW(worker.add_send_channel(spec), UserError);
   EXPECT_THROW(worker.add_receive_channel(spec), UserError);
