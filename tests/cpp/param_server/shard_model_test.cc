@@ -1,5 +1,6 @@
 // Explores every interleaving of replicas and their shards in a small model. The model has the programs of
-// transfers.h, and queues that keep all items in order but may be slow. A gradient is a power of two, so that the value of a weight shows which gradients were added to it.
+// transfers.h, and queues that keep all items in order but may be slow. A gradient is a power of two, so that
+// the value of a weight shows which gradients were added to it.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -89,7 +89,8 @@ TEST(Placement, RefusesRanksWithAGap) {
 }
 
 TEST(Placement, RefusesNumbersOutOfRange) {
-  EXPECT_EQ(error_at_ranks({0, -1}), "stage 1 replica 0 is at rank -1; ranks are counted from 0, to 1073741823");
+  EXPECT_EQ(error_at_ranks({0, -1}),
+            "stage 1 replica 0 is at rank -1; ranks are counted from 0, to 1073741823");
   EXPECT_NE(error_at_ranks({std::int64_t{1} << 30}), "");
   EXPECT_THROW((void)Placement::in_order({1, 0}), UserError);
   EXPECT_THROW((void)Placement::in_order({std::int64_t{1} << 40}), UserError);
