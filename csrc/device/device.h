@@ -176,7 +176,8 @@ class Device {
 [[nodiscard]] bool cuda_available();
 [[nodiscard]] std::string why_no_cuda();
 [[nodiscard]] bool built_with_cuda();
-// Throws UserError when not cuda_available() or the index does not exist.
+// Throws UserError when not cuda_available(), or if the index does not exist or its device runs no kernels of
+// this build.
 [[nodiscard]] std::unique_ptr<Device> make_cuda_device(int index);
 
 }  // namespace pipedream

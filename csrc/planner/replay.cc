@@ -281,7 +281,7 @@ class Replay {
     } else {
       const StageIndex above = std::min(edge.from.stage, edge.to.stage);
       const BoundaryDurations& boundary = timing_.boundaries[static_cast<std::size_t>(above.value())];
-      // Transfers of tied parameters and norms are taken to need no time, because they are small beside
+      // Transfers of tied parameters and norms have the link's latency only, because they are small beside
       // activations and gradients.
       if (edge.kind == EdgeKind::kActivation || edge.kind == EdgeKind::kEvaluation)
         lane.transfer_ms = boundary.activation_ms;

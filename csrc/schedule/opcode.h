@@ -20,8 +20,8 @@ enum class Opcode {
   kBackward,   // reads `version` (the one its forward read, when stashing), and the gradient from downstream
   kUpdate,     // reads the newest version and the mean gradient of the round, writes `version`
   kEvaluate,   // the forward of a validation minibatch at `version`; keeps nothing (evaluations.h)
-  // Opcodes of transfers. The computing instruction before a SEND makes the item. The computing instruction
-  // after a RECV needs the item.
+  // Opcodes of transfers (transfers.h). A SEND stands where its tensors are made, a RECV where they are
+  // needed.
   kSend,  // never waits: the validator bounds the items on an edge (validator.h)
   kRecv,  // waits for the edge's next item
 };

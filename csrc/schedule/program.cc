@@ -19,9 +19,8 @@ namespace {
 // sum of the r_s, inside 64 bits.
 constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
-// The number of microbatches by which a forward's version is older than the newest possible one. It counts
-// the microbatches of one replica of the stage; under vertical sync, the microbatches of one replica of the
-// input stage.
+// How late the weights of a forward are (ReadDelay), in microbatches of one replica of the stage; under
+// vertical sync, of one replica of the input stage.
 std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
   switch (rules_of(options).delay) {
     case ReadDelay::kNone:

@@ -11,7 +11,8 @@ namespace pipedream {
 
 struct ScheduleOptions;
 
-// The number of microbatches by which a forward's version is older than the newest possible one.
+// How late the weights of a forward are, in microbatches of one replica. With delay d, its microbatch k reads
+// the version that its microbatch k - d would read if the schedule drained.
 enum class ReadDelay {
   kNone,     // the schedule drains before every round
   kOfStage,  // n_s - 1: the other microbatches in flight at the stage

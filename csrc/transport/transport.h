@@ -225,8 +225,8 @@ class Transport {
   // Makes the thread in drive_until() call done() again. Any thread.
   virtual void interrupt() = 0;
 
-  // want_all(true) makes all arriving frames be noticed at once, even those that handlers let wait, until a
-  // matching want_all(false). For threads that wait for a handler outside drive_until(). Any thread.
+  // Between want_all(true) and want_all(false) every arriving frame wakes a thread at once, also on links
+  // with let_wait(). For threads that wait for a handler outside drive_until(). Calls nest. Any thread.
   virtual void want_all(bool wants) = 0;
 
   // Closes all links with BYE, waits for at most linger_s until the peers have received everything and

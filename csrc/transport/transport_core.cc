@@ -205,7 +205,8 @@ void TransportCore::wait_for_traffic(std::optional<Deadline> deadline) {
   DrivingScope::leave();
   std::span<const std::uint64_t> names;
   do {
-    // If another thread drove at the deadline, it wakes this thread.
+    // If the deadline has passed and another thread drives, this thread needs no timeout: the other thread
+    // wakes it when it stops driving.
     const bool is_due = deadline && Clock::now() >= *deadline && needs_thread_.load();
     names = thread_watch_.sleep(deadline && !is_due ? milliseconds_until(*deadline) : -1);
   } while (!wake_thread(names));

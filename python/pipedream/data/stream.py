@@ -101,7 +101,8 @@ class MinibatchStream(Protocol):
         """
 
     def next(self) -> Minibatch | None:
-        """Returns the next minibatch, through all epochs; None after the last one."""
+        """Returns the next minibatch, through all epochs. Returns None after the last one and, if the stream
+        looks ahead, before a group with a minibatch larger than planned."""
 
 
 def fingerprint(inputs: Any, targets: Any) -> int:

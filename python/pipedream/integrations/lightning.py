@@ -239,8 +239,8 @@ class _PipelineStrategy:
             return True
         if number == 1:
             self.pipeline.ensure_rows(self.lightning_module.trainer, 0)
-        # After an interrupt Lightning must ask for one more batch, because KeyboardInterrupt is raised when
-        # it does.
+        # After an interrupt Lightning must get one more batch, because KeyboardInterrupt is raised for the
+        # first batch without a result.
         return self.pipeline.is_interrupted or number < (self.pipeline.num_batches or 0)
 
     def _has_val_batch(self, number: int) -> bool:

@@ -283,8 +283,8 @@ class _Logging:
         return torch.cat(flat)
 
     def shown(self, loss: Any) -> Tensor:
-        """Returns a validation's loss: the step's output, or the first logged number if the step returns
-        none."""
+        """Returns a validation's loss: the step's output, or else the first logged tensor of one element, or
+        else 0."""
         found = [loss, *(value for value, _ in self._values.values())]
         numbers = [one for one in found if isinstance(one, Tensor) and one.numel() == 1]
         return numbers[0].reshape(()) if numbers else torch.zeros(())

@@ -62,8 +62,8 @@ class DrawSites:
     """The places at which a forward draws random numbers."""
 
     begins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Module -> positions of its calls, ascending. Empty for a module that did not draw in the trace but has
-    the type of one that did.
+    """Module -> positions of its calls that drew in the trace, ascending. Empty for a module that drew
+    nothing but has the type of one that did.
     """
     ends: Mapping[int, int] = field(default_factory=dict)
     """Position of a call's begin -> position of its end, for each call after which its caller draws."""

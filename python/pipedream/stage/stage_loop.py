@@ -265,11 +265,7 @@ class WorkerLoop:
         self._place.rendezvous.publish(evaluation_name(boundary), evaluated)  # for callbacks
 
     def _make_losses(self) -> LossRecord:
-        num_replicas = self._options.plan.stages[-1].num_replicas
-        board = self._place.board
-        # This replica has microbatches in every stride-th minibatch.
-        stride = -(-num_replicas // self._options.microbatches)
-        show = functools.partial(_show, self._progress, self._data, board, self._replica, stride)
+        show = LossDisplay(self._progress, self._data, self._place.board, self._replica)
         record = make_loss_record(self._options.on_nonfinite, show, self._device)
         if self._tells_losses():
             record.parts = collections.deque()
@@ -566,25 +562,28 @@ def _end_of(source: MinibatchSource, *, is_continued: bool) -> int | None:
     return None if num_minibatches is None else source.first_minibatch + num_minibatches
 
 
-def _show(
-    progress: RunProgress,
-    source: MinibatchSource,
-    board: StatusBoard | None,
-    replica: int,
-    stride: int,
-    minibatch: int,
-    loss: float,
-    share: float,
-) -> None:
-    """Shows a loss. loss: this replica's part of the minibatch's loss. share: the fraction of the minibatch
-    that the replica computes. stride: the number of minibatches from the replica's previous one to this
-    one."""
-    if progress.is_shown:  # estimates the samples of the other replicas
-        index = minibatch - source.first_minibatch
-        samples = sum(source.samples[max(0, index + 1 - stride) : index + 1])
-        progress.advance(minibatch, source.epochs[index], loss / (share or 1.0), samples)
-    if board is not None:
-        board.add_loss(loss, replica)
+class LossDisplay:
+    """Shows the losses of the minibatches in which this replica of the last stage has microbatches."""
+
+    def __init__(
+        self, progress: RunProgress, source: MinibatchSource, board: StatusBoard | None, replica: int
+    ) -> None:
+        self._progress = progress
+        self._source = source
+        self._board = board
+        self._replica = replica
+        self._num_shown = 0  # minibatches, with those in which only other replicas have microbatches
+
+    def __call__(self, minibatch: int, loss: float, share: float) -> None:
+        """Shows a loss. loss: this replica's part of the minibatch's loss. share: the fraction of the
+        minibatch that the replica computes."""
+        if self._progress.is_shown:
+            index = minibatch - self._source.first_minibatch
+            samples = sum(self._source.samples[self._num_shown : index + 1])
+            self._num_shown = index + 1
+            self._progress.advance(minibatch, self._source.epochs[index], loss / (share or 1.0), samples)
+        if self._board is not None:
+            self._board.add_loss(loss, self._replica)
 
 
 def _mean_scale(

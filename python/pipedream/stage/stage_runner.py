@@ -307,8 +307,8 @@ class StageRunner:
         kept.keep(version, self._weights.own, work.read_slot)
 
     def _load_held(self, work: _core.WorkItem, *, is_forward: bool) -> None:
-        """Loads the version that the item reads into the slot, if the version is one of the stored ones that
-        lie in no slot."""
+        """Copies the version that the item reads into the stage's slot, from the versions that an earlier run
+        kept. An item that reads a newer version than these gets the newest of them."""
         assert self._held is not None
         read = _core.forward_version if is_forward else _core.backward_version
         version = read(self._schedule, self.stage_index, work.minibatch, work.microbatch)

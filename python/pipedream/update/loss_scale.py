@@ -138,7 +138,7 @@ class LossScaling:
         return minibatch * self._schedule.num_microbatches // self._num_replicas
 
     def state(self, minibatch: int) -> dict[str, Any]:
-        """Returns the state as JSON, for a run that ends before this minibatch."""
+        """Returns the state as a value for JSON, for a run that ends before this minibatch."""
         scaler, next_own = self._scaler, self._own_before(minibatch)
         return {
             "scaler": None if scaler is None else scaler.state(),

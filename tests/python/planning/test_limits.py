@@ -152,8 +152,8 @@ def test_equal_workers_are_planned_for_as_one_by_one(
     layers: list[tuple[int, int, int, int]], num_workers: int, whole_bytes: int
 ) -> None:
     memory = whole_bytes + _BESIDE
-    # The times in seconds are exact doubles. So plans that are equally fast have equal times to the bit, and
-    # the rule for ties chooses among them.
+    # Sums of times are exact in seconds, and each time is rounded in the same way. So plans that are equally
+    # fast have equal times to the bit, and the rule for ties chooses among them.
     profile = _profile([(1000 * ms, *figures) for ms, *figures in layers])  # type: ignore[arg-type]
     bytes_per_s = 1024.0
     times = [
