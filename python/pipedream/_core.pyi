@@ -400,7 +400,8 @@ class StageDurations:
     push_leads_ms: for each owner, two times: how long before the end of the last backward its first chunk is
         pushed, and its last chunk. Empty: all chunks are pushed after the backward.
     updates_whole: whether an update waits for all chunks, as it must if norms of gradients are computed.
-    wakings_ms: for each of the replay's wakings, the additional time of a forward, a backward and an update.
+    wakings_ms: a worker's first work after a wait is slower. For each entry of waking_after_ms (simulate()),
+        the additional time of a forward, a backward and an update after a wait of that length or longer.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""A rank that dies or stops while a run is set up is named to all others. This takes peer_timeout, not the
-long wait for ranks that have not come yet. The rank that hosts the store is named too, although the store is
-lost with it.
+"""A rank that dies or stops while a run is set up is named to all others. This takes at most about
+peer_timeout, not the long wait for ranks that have not come yet. The rank that hosts the store is named too,
+although the store is lost with it.
 """
 
 from __future__ import annotations

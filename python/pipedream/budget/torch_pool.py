@@ -25,8 +25,8 @@ __all__ = ["SEGMENT_SLACK_BYTES", "TORCH_TENSORS", "TorchPool", "wants_torch_poo
 TORCH_TENSORS = "tensors of torch"
 """The name of the term in the worker's pool."""
 
-# The caching allocator asks for segments of 2 MiB for small tensors and of 20 MiB or more for large ones, and
-# divides them. One segment of each kind may be mostly empty.
+# The caching allocator asks for segments of 2 MiB for tensors of up to 1 MiB, and of 20 MiB for tensors of
+# less than 10 MiB, and divides them. One segment of 2 MiB and two of 20 MiB may be mostly empty.
 SEGMENT_SLACK_BYTES = (20 + 20 + 2) << 20
 
 

@@ -12,8 +12,8 @@ the module's earlier draws. Tensors that stay on the meta device draw as well. S
 not depend on which other tensors get values. A model in one process and the same model in many stages start
 with equal values.
 
-whole_for_a_check() holds the whole model in host memory while its cuts are checked, if it fits. Owned by the
-calling thread.
+whole_for_a_check() holds the whole model in host memory while its cuts are checked, if the check fits. Owned
+by the calling thread.
 """
 
 from __future__ import annotations
@@ -419,8 +419,8 @@ _SEED = 0
 
 @contextlib.contextmanager
 def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]:
-    """In the with block, the model has values if they fit into host memory. Yields whether it has values. If
-    not, the log says why.
+    """In the with block, the model has values if host memory has room for NUM_COPIES copies of them, as a
+    check of cuts needs. Yields whether it has values. If not, the log says why.
     """
     roots = roots_of(model)
     tensors = dict(_tensors_of(roots))

@@ -218,9 +218,10 @@ def loss_on(loss_fn: Any, device: torch.device) -> Iterator[None]:
 
 
 def spare_loss(loss_fn: Any, model: Iterable[nn.Module] = ()) -> Any:
-    """Returns a copy of the loss for trial calls, which leave the loss's objects unchanged. The copy shares
-    the parameters, and the modules and tensors of the model. It also shares objects that cannot be copied,
-    such as global names and closures of functions. If copying fails, the loss itself is returned.
+    """Returns a deep copy of the loss, so that trial calls do not change the caller's loss. The copy shares
+    the parameters of the loss's modules, and the model's modules and buffers. Functions are not copied, so a
+    trial call may change what they reach by closures and global names. If copying raises, the loss itself is
+    returned.
     """
     shared: list[Any] = [p for module in modules_carried_by(loss_fn) for p in module.parameters()]
     for root in model:

@@ -94,10 +94,10 @@ def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
 def mean_delays(options: _core.ScheduleOptions) -> list[float]:
     """Returns each stage's mean delay, in updates of that stage, long after the start.
 
-    The delay is the difference between the version that a gradient changes and the version that its forward
-    read. It is (n_s - 1) / c_s at a stage that counts its own microbatches (VersionRule in csrc/schedule).
-    n_s is the number of microbatches in flight at each replica, c_s the number of one replica's microbatches
-    in a round.
+    The delay of a microbatch is the version that its gradient updates minus the version that its forward
+    read. Under `pipedream` and `unstashed` the mean is (n_s - 1) / c_s plus the staleness. n_s is the number
+    of microbatches in flight at each replica, c_s the number of one replica's microbatches in a round.
+    VersionRule in csrc/schedule/rounds.h has the formula of all named schedules.
     """
     from pipedream import _core
 

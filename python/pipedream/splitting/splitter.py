@@ -39,8 +39,9 @@ def split(model: Model, plan: Plan) -> list[StageModule]:
 def stages_of(
     model: Model, spans: Iterable[tuple[int, int]], fillers: Fillers | None = None
 ) -> list[StageModule]:
-    """Returns the stages with these layers, (first, last) for each stage. fillers: fillers that the stages
-    share, if they run one after the other in this process.
+    """Returns a stage for each span (first layer, last layer). fillers: makes the stand-ins for tensors that
+    no code of a stage reads (crossing.py). Stages that run one after the other in this process may share it;
+    if it is None, each stage has its own.
     """
     if isinstance(model, CutModel):
         return [model.stage(index, first, last, fillers) for index, (first, last) in enumerate(spans)]

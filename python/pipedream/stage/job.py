@@ -218,8 +218,8 @@ class JobOptions:
 
         ties: (owner, user) of parameters that stages share.
         first_minibatch: the minibatch with which the pipeline begins.
-        oldest_minibatch: the minibatch with which an earlier run began, if this run continues with stored
-            versions of that run.
+        oldest_minibatch: the minibatch with which an earlier pipeline began, if this run continues with its
+            stored versions. A run that drains and plans again begins a new pipeline.
         """
         program = self.schedule if isinstance(self.schedule, Program) else None
         return _core.ScheduleOptions(
