@@ -186,7 +186,7 @@ def test_whole_tensors_of_unequal_sizes_wait_for_fewer_slots_than_there_are(
     assert_equals_reference(farm, _training("transformer", replicas, optimizer=optimizer, **how))
 
 
-# Where a schedule drains, the norm is that of all stages, otherwise each stage has one of its own.
+# The norm is that of all stages if the schedule drains. Otherwise each stage has a norm of its own.
 _OF_NORMS = [
     *((schedule, (3, 2)) for schedule in ("flush", "gpipe", "pipedream", "vertical_sync", "naive")),
     ("flush", (2, 1)),

@@ -75,7 +75,7 @@ class PartFile:
     JSON)."""
     bytes: int
     crc32: str
-    """Of the content, in hexadecimal digits."""
+    """The CRC-32 of the content, in hexadecimal digits."""
     version: int | None = None
     """The weight version in a file of kind "version" or "tied"; otherwise None."""
     owner: int | None = None
