@@ -541,6 +541,21 @@ def test_workers_that_read_different_data_train_on_none_of_it(farm: Farm, at: in
     assert outcomes[1].error.losses == [float(i * i) for i in range(at)]  # type: ignore[union-attr]
 
 
+class OwnPart:
+    """Each rank's own part of the minibatches, as a script for DistributedDataParallel gives them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from minibatches()[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
+
+
+@pytest.mark.parametrize("plan", [Plan((Stage(0, 1, 2),)), Plan((Stage(0, 0, 2), Stage(1, 1, 1)))])
+def test_replicas_that_read_a_part_each_train_on_none_of_it(farm: Farm, plan: Plan) -> None:
+    # Without the check each replica would take its minibatches of its own part, and leave out the others.
+    for outcome in farm.run(run, _MODEL, plan=plan, data=OwnPart(), num_ranks=plan.workers_used):
+        assert_says(outcome.error, DataMismatch, "minibatch 0 is not the same", "rank 0", "DistributedSampler")
+        assert outcome.error.losses == []  # type: ignore[union-attr]
+
+
 def test_data_that_a_middle_rank_need_not_read_may_differ_there(farm: Farm) -> None:
     # Only the first stage reads inputs and only the last one targets.
     results = farm.results(run, model_with(None), data=OnlyOutside(), num_ranks=3)

@@ -545,6 +545,7 @@ def data_mismatch(minibatch: int, worker: str) -> DataMismatch:
     """Returns the error. worker: describes the worker that has read other data than rank 0."""
     return DataMismatch(
         f"minibatch {minibatch} is not the same data at stage 0 (rank 0) and {worker}:"
-        " every worker iterates `data` itself, so its order must follow from the seeded generators of"
-        " torch, random and numpy, or be fixed"
+        " every worker iterates all of `data` itself, so no rank may have a part of its own (as"
+        " DistributedSampler gives), and the order must follow from the seeded generators of torch, random and"
+        " numpy, or be fixed"
     )

@@ -31,7 +31,7 @@ from pipedream.common.microbatches import Microbatches
 from pipedream.common.rank_tree import children_of, parent_of, subtree_of
 from pipedream.data.enlarged import enlarged, shaped
 from pipedream.data.first_minibatch import first_of
-from pipedream.data.stream import LargerMinibatch, MinibatchStream, fingerprint
+from pipedream.data.stream import DataStream, LargerMinibatch, MinibatchStream, fingerprint
 from pipedream.links.channels import channels_of_run, set_up_channels, tree_name
 from pipedream.model.batches import first_microbatch, parts_of
 from pipedream.model.boundary import Boundary, device_of
@@ -49,7 +49,8 @@ from pipedream.planning.shapes import (
     shapes_of_parts,
 )
 from pipedream.report.first_figures import FirstFigures
-from pipedream.worker.agreed_run import AgreedRun
+from pipedream.stage.stage_runner import data_mismatch
+from pipedream.worker.agreed_run import AgreedRun, wait_for
 from pipedream.worker.worker_links import WorkerLinks
 
 __all__ = ["OwnPart", "Rehearsed", "rehearse_again", "set_up"]
@@ -178,10 +179,22 @@ def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_F
     if not (run.reads_inputs or run.reads_targets):
         return [_FirstMicrobatch()] * (1 + len(kinds))
     first = stream.peek()
+    if isinstance(stream, DataStream):
+        _check_alike_at_all(run, fingerprint(*first))
     if run.place.folder is not None and run.reads_targets and run.plan.replica_of(run.rank) == 0:
         FirstFigures(run.place.folder).write_fingerprint(fingerprint(*first))
     of_kinds = [_first_microbatch(run, *first, shapes, 0, is_kind=True) for shapes in kinds]
     return [_first_microbatch(run, *first, run.plan.max_shapes, 0), *of_kinds]
+
+
+def _check_alike_at_all(run: AgreedRun, found: int) -> None:
+    """Raises DataMismatch if this worker's first minibatch is not rank 0's. Between two stages each minibatch
+    is compared, but replicas of a stage receive nothing that tells them what the others read."""
+    key = "first minibatch"
+    if run.rank == 0:
+        run.place.rendezvous.publish(key, found)
+    elif wait_for(run.place.rendezvous, [key], lambda _: "rank 0 read no minibatch") != [found]:
+        raise data_mismatch(0, run.plan.describe_worker(run.rank))
 
 
 def _read_first_validation(run: AgreedRun) -> tuple[Any, Any]:
