@@ -1,4 +1,5 @@
-// Counters of one end of a channel. Plain values; any thread.
+// Counters of one end of a channel. An item is the set of tensors that one work item sends over the channel.
+// Plain values; any thread.
 #pragma once
 
 #include <cstdint>

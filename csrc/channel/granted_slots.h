@@ -15,8 +15,8 @@ namespace pipedream {
 // later.
 inline constexpr std::size_t kNumGrantsMax = 4096;
 
-// The place in the receiver's memory where the item that fills a slot is to land. With 0 bytes the item lands
-// in the slot's own memory.
+// The place that the receiver has posted for the item that fills a slot. With 0 bytes nothing is posted, and
+// the item lands in the slot's own memory.
 struct PostedRange {
   std::size_t offset = 0;  // from the start of the shared memory, if there is any
   std::size_t num_bytes = 0;

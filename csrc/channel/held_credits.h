@@ -5,11 +5,11 @@
 //
 // For example, with 8 slots, of which 4 are enough:
 //
-//   at the start                     all 8 slots are granted in one frame
-//   items have filled 5 slots        the sender has 3 left. All free slots are granted; later ones when they
-//                                    become free
-//   an item fills the last slot      the item's frame says so. Slots are granted as in the line above, until
-//                                    an item comes that does not fill the last slot
+//   at the start                all 8 slots are granted in one frame
+//   items have filled 5 slots   the sender has 3 left. All free slots are granted, and later ones as soon as
+//                               they are free, until the sender has 4 again
+//   an item fills the last      the item's frame says so. Slots are granted as soon as they are free, until
+//   slot                        an item comes that does not fill the last slot
 //
 // The sender has to say this: items may be on their way, so the receiver cannot know how many slots the
 // sender has left. With this rule no sender waits for a credit that is held back.

@@ -1,4 +1,5 @@
-// Copies the items of a sending channel to where the wire or the receiver reads them.
+// Copies the items of a sending channel to where the wire or the receiver reads them. An item is the set of
+// tensors that one work item sends over the channel.
 //
 //   placed     the copy goes into the receiver's own slot or posted place, in host or device memory that the
 //              receiver shares and the sender has mapped. The frames carry no payload
@@ -70,8 +71,8 @@ class ItemCopier {
   // takes at most 24 us if the data are in the cache. Waking the copy stream's thread takes 15 to 25 us, and
   // being woken by it as much again.
   static constexpr std::size_t kCopiedHereBytesMax = std::size_t{1} << 20;
-  // The most copies that may be enqueued and not done. Each copy is two or three operations on a stream. A
-  // stream holds kStreamDepth operations. So the thread that drives never waits for room in the stream,
+  // The most copies that may be enqueued and not yet done. Each copy is two or three operations on a stream,
+  // and a stream holds kStreamDepth operations. So the thread that drives never waits for room in the stream,
   // unless channels share it.
   static constexpr std::size_t kNumCopiesMax = 128;
 

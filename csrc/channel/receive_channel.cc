@@ -139,7 +139,8 @@ void ReceiveChannel::grant_free_slots() {
 // Grants one slot. False when there is nothing to grant.
 bool ReceiveChannel::grant_slot() {
   if (takes_posts() && !has_post_to_grant()) return false;
-  if (num_granted_.fetch_add(1) < kNumGrantsMax) {  // before the slot is leased, for all_slots_held()
+  if (num_granted_.fetch_add(1) <
+      kNumGrantsMax) {  // counted before the slot is leased, because all_slots_held() reads both
     if (auto slot = slots_.try_lease()) {
       ReceivedSlot& received = received_slots_->at(static_cast<std::size_t>(slot->slot().value()));
       received.slot = std::move(*slot);
@@ -445,8 +446,8 @@ void ReceiveChannel::finish_item() {
   num_granted_.fetch_sub(1);
   deliver(std::move(item));
   current_.reset();
-  // Slots may be free that were not granted before: at most kNumGrantsMax are granted at a time. The item may
-  // also say that held credits are due (held_credits.h).
+  // Free slots may lack a grant, because at most kNumGrantsMax slots are granted at a time. The item may also
+  // have made held credits due (held_credits.h).
   if (slots_.num_free() > 0) {
     grant_free_slots();
   } else {

@@ -1,7 +1,8 @@
 // Implements the receiving end of one directed channel. It checks each frame against the plan, writes its
-// bytes into a leased slot, and hands whole items to the compute thread in order.
+// bytes into a leased slot, and hands whole items to the compute thread in order. An item is the set of
+// tensors that one work item sends over the channel.
 //
-//   wire             who drives                             copy stream            compute thread
+//   wire             thread that drives the transport       copy stream            compute thread
 //   credit <-------- 1 a free slot is leased and granted, once the sender has few left
 //   frame ---------> 2 checked against plan and order
 //                    3 payload -> the granted slot; with shared memory the sender has written it already
@@ -11,8 +12,8 @@
 //   credit <-------- 1 <-------------------------------------------------------- 7 the lease dies
 //
 // The sender fills only slots that were granted to it, so the plan bounds the bytes in flight. A slot is
-// named by its index, or by its staging buffer's index if it has one. Each slot has a record with everything
-// else that an item needs, so that receiving an item allocates nothing.
+// named by its index, or by its staging buffer's index if it has one. Each slot has a record (ReceivedSlot)
+// with everything else that an item needs, so that receiving an item allocates nothing.
 //
 // With num_posts_max above 0 the slots have no memory. post() names the places where the next items will
 // land, in their order. A slot is granted together with one such place. When the item is dropped its slot

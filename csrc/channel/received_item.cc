@@ -95,8 +95,8 @@ void ReceiverAccess::reach(Call call) {
   if (--num_reaching_ == 0) none_reaches_.notify_all();
 }
 
-// Most calls come from the compute thread. The credit is then sent together with the items that its current
-// work item sends.
+// Most calls come from the compute thread within a work item. The credit is then sent together with the
+// tensors that this work item sends.
 void ReceiverAccess::slot_released() {
   reach([](ReceiveChannel& channel) {
     if (!channel.note_release()) return;

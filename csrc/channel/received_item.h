@@ -65,9 +65,9 @@ class ReceiverAccess {
 // staged item has two holders: the item, and the copy stream until its copies are done. So an item may be
 // dropped before the device has copied it. Items share the record and may outlive the channel.
 struct ReceivedSlot {
-  // Marks the end of the last read by events after everything enqueued so far. Any thread. False if a graph
-  // is being captured from the compute stream. The event would become part of the graph, so the caller must
-  // try again later.
+  // Records events behind all work that is enqueued now. They mark the end of the item's last read. Any
+  // thread. False if a graph is being captured from the compute stream. The event would become part of the
+  // graph, so the caller must try again later.
   [[nodiscard]] bool end_reading();
   void drop();  // called once by each holder; any thread
   void wait_for_readers(Stream& stream) const;

@@ -1,7 +1,8 @@
-// Implements the sending end of one directed channel between two stages. It sends the tensors of a work item,
-// which lie on the device, over the wire in chunks and asynchronously. Compute never waits for a send.
+// Implements the sending end of one directed channel between two stages. An item is the set of tensors that
+// one work item sends over the channel. The tensors lie on the device and travel in chunks, asynchronously.
+// Compute never waits for a send.
 //
-//   compute thread     copy stream                    who drives                        wire
+//   compute thread     copy stream                    thread that drives the transport  wire
 //   1 send(item) --------------------------------------> 2 waits for a slot of the receiver
 //                      3 device -> slot or buffer <------ 3 (only when the wire does not read the tensors)
 //                      4 chunk copied -----------------> 5 frame of the chunk ------------> ...
@@ -11,10 +12,10 @@
 // item may start, makes its frames, and handles the link's events.
 //
 // Threads: send(), send_end() and collect_released() run on the compute thread. Everything else runs on the
-// thread that drives the transport; that is the sending compute thread itself when no other thread drives.
-// The members below are grouped by the thread that uses them. Bound: there are at most num_items_max
-// unreleased items and kNumSpareItems more. All items are made with the channel, so that sending an item
-// allocates nothing.
+// thread that drives the transport; that is the compute thread itself when no other thread drives. The
+// members below are grouped by the thread that uses them. Bound: there are at most num_items_max unreleased
+// items and kNumSpareItems more. All items are made with the channel, so that sending an item allocates
+// nothing.
 #pragma once
 
 #include <atomic>
@@ -53,11 +54,12 @@ inline constexpr std::size_t kUsualChunkBytes = std::size_t{1} << 20;
 struct ChannelOptions {
   std::string name;  // for errors: "activations of stage 0 to stage 1"
   ItemSpec item;
-  std::size_t chunk_bytes = 0;     // the sender's chunk size; 0: the usual one
+  std::size_t chunk_bytes =
+      0;  // the sender's chunk size; 0: kUsualChunkBytes, or kPlacedChunkBytes for placed items
   std::size_t num_items_max = 16;  // sender: items that may wait or be on the wire at once
   // The numbers of the microbatches that the channel carries, counted through the whole run: first_microbatch
-  // and every microbatch_stride-th number after it. With a stride of 0 they are any later numbers in
-  // ascending order.
+  // and every microbatch_stride-th number after it, for instance 1, 3, 5 with 1 and 2. With a stride of 0
+  // they are any later numbers in ascending order.
   std::int64_t first_microbatch = 0;
   std::int64_t microbatch_stride = 1;
   std::int64_t num_microbatches = 1;   // per minibatch

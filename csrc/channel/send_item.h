@@ -1,9 +1,9 @@
-// One item on its way through a sending channel: its description, its chunks and its progress. The channel
-// makes all its items when it is made, and they never move. So a callback captures two pointers and allocates
-// nothing.
+// An item is the set of tensors that one work item sends over a channel. This file has the item on its way
+// through the sending channel: its description, its chunks and its progress. The channel makes all its items
+// when it is made, and they never move. So a callback captures two pointers and allocates nothing.
 //
 // Threads: the compute thread uses an item until the item is queued, then the thread that drives the
-// transport does. Any thread may change the two counters.
+// transport does. Any thread may change num_chunks_copied and num_chunks_left.
 #pragma once
 
 #include <algorithm>

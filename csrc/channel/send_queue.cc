@@ -1,5 +1,5 @@
-// Items are handed over under the lock. Their keep_alives are destroyed outside of the lock. Threads as in
-// send_queue.h.
+// Implements the queue of a sending channel. Items are handed over under the lock, and their keep_alives are
+// destroyed outside of the lock. Threads as in send_queue.h.
 #include "channel/send_queue.h"
 
 #include <utility>

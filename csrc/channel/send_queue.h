@@ -18,7 +18,7 @@ class SendQueue {
  public:
   SendQueue(std::size_t num_items, const WireLayout& layout);
 
-  // Null when all items are in use. The owner's bound does not allow this.
+  // Null when all items are in use.
   [[nodiscard]] SendItem* take_free();
   void push(SendItem* item);
   // Returns the first queued item and leaves it in the queue; null when the queue is empty.

@@ -27,7 +27,7 @@ class SendRecord {
   // Notes whether the first item in the queue waits for a slot of the receiver. One thread at a time.
   void note_credit_wait(bool waits);
 
-  // All counters except the link's, without the chunk size.
+  // All fields that a sender has, except `link` and `chunk_bytes`.
   [[nodiscard]] ChannelStats stats() const;
   // The transfers of the most recently released items, in the order in which they were sent.
   [[nodiscard]] std::vector<SentTransfer> transfers() const;

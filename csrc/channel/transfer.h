@@ -1,5 +1,6 @@
-// The times of one item's transfer through a channel, as the sender and the receiver measured them. The
-// timeline of a run shows them. Plain values; any thread. Times are now_ns().
+// The times of one item's transfer through a channel, as the sender and the receiver measured them. An item
+// is the set of tensors that one work item sends. The timeline of a run shows these times. Plain values; any
+// thread. Times are now_ns().
 #pragma once
 
 #include <cstdint>

@@ -157,7 +157,7 @@ class Wakeup {
   Transport* transport_ = nullptr;
   std::atomic<bool> has_deferred_{false};
   std::atomic<std::thread::id> item_thread_{};  // default id: no thread is within a work item
-  Transport* posted_to_ = nullptr;  // where that thread has posted during its item; null when it has not
+  Transport* posted_to_ = nullptr;              // where that thread has posted during its work item, or null
 };
 
 }  // namespace pipedream

@@ -214,7 +214,8 @@ std::optional<std::string> encoding_violation(const Codec& codec, DType dtype, s
   if (codec.kind != CodecKind::kTopK || num_elements == 0) return std::nullopt;
   const std::span<const std::uint32_t> indices(reinterpret_cast<const std::uint32_t*>(encoded.data()),
                                                topk_num_chosen(codec, num_elements));
-  std::uint32_t num_wrong = 0;  // counts all instead of ending at the first, so that the loop vectorises
+  // Counts all violations instead of stopping at the first, so that the compiler vectorises the loop.
+  std::uint32_t num_wrong = 0;
   for (std::size_t i = 1; i < indices.size(); ++i) num_wrong += indices[i] > indices[i - 1] ? 0U : 1U;
   if (num_wrong != 0) return order_violation(indices);
   if (indices.back() < num_elements) return std::nullopt;

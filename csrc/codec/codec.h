@@ -1,4 +1,4 @@
-// A codec sends a tensor over a slow link in fewer bytes, and loses precision as described here. These
+// A codec encodes a tensor in fewer bytes for a slow link, and loses precision as listed here. These
 // functions work on bytes in host memory; stream_codec.h runs codecs on a device's stream. Pure functions;
 // any thread.
 //
@@ -7,16 +7,17 @@
 //   fp16   each element rounded to float16; an element that is too large becomes infinite
 //   int8   blocks of kInt8BlockElements: one float32 scale (largest magnitude / 127), then elements / scale
 //          rounded to nearest even; a block with an infinity or a NaN decodes to NaN
-//   topk   the elements that are largest in magnitude, a `share` of all. First come their indices (uint32,
-//          ascending), then their values (float32, or the tensor's own 16 bits). Their number follows from
-//          share and the tensor's size. `residual` keeps the elements that are not sent, and the rounding
-//          errors of the sent elements. It is added to the next item's tensor (error feedback: Seide et al.
-//          2014; Stich et al. 2018). If such a sum is an infinity or a NaN, `residual` keeps nothing of it,
-//          and it is sent as it is if it is chosen. A sum too large for its sent type becomes infinite
+//   topk   the `share` of the elements that are largest in magnitude: first their indices (uint32, in
+//          ascending order), then their values (float32, or the tensor's own 16 bits)
+//
+// topk keeps in `residual` the elements that it did not send, and the rounding errors of those that it sent.
+// The sender adds this to the channel's next tensor (error feedback: Seide et al. 2014; Stich et al. 2018). A
+// sum of element and residual that is an infinity or a NaN leaves nothing in `residual`. A sum that is too
+// large for its sent type arrives as an infinity.
 //
 // All codecs apply to float32 and float64 tensors. int8 and topk also apply to bfloat16 and float16; bf16 and
 // fp16 would not make such tensors smaller. Tensors of every other dtype are sent unchanged. The number of
-// encoded bytes depends only on codec, dtype and number of elements, so that both ends can plan it.
+// encoded bytes depends only on codec, dtype and number of elements, so both ends can plan it.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
-// Declares the loops of the codecs over host memory, with one set for each instruction set, and chooses
-// between the sets. Internal to csrc/codec; pure, any thread. All sets give the same bits.
+// Declares the codecs' loops over host memory. They are compiled once for each instruction set, and the
+// fastest set that the processor can run is chosen. All sets give the same bits. Internal to csrc/codec;
+// pure, any thread.
 //
 //   int8 encoded   | scale 0 | 256 elements | scale 1 | 256 elements | ... the last block may be shorter
 //   topk encoded   | k indices | k values |
@@ -12,7 +13,7 @@
 
 namespace pipedream {
 
-constexpr std::size_t kInt8Block = 256;  // kInt8BlockElements of codec.h, which nvcc does not read
+constexpr std::size_t kInt8Block = 256;  // equals kInt8BlockElements of codec.h, which nvcc does not read
 constexpr std::size_t kInt8BlockBytes = sizeof(float) + kInt8Block;
 
 template <class T>
@@ -22,7 +23,8 @@ struct TopKEncode {
   const T* values;
   NumberOf<T>* residual;
   std::uint32_t* indices;
-  SentOf<T>* chosen_values;  // right behind the indices; until it is written, more indices fit there
+  SentOf<T>* chosen_values;  // follow the indices; until they are written, the list of candidates may use
+                             // this memory
 };
 
 // The arguments' memory does not overlap, and encoded bytes are 4-byte aligned. The first four functions are

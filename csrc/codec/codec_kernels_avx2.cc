@@ -1,8 +1,9 @@
 // Compiles the codecs' loops with AVX2, for x86-64 processors that have it (2013 and later). Pure; any
 // thread.
 //
-// CMakeLists.txt adds -mavx2 if the compiler knows it. This file may include nothing but
-// codec_kernels_impl.h.
+// CMakeLists.txt adds -mavx2 if the compiler knows it. This file may include only headers of csrc/codec that
+// have no shared inline functions, because base/element.h says how such functions would spread AVX2 to other
+// files.
 #if defined(__AVX2__)
 #include "codec/codec_kernels_impl.h"
 

@@ -100,8 +100,8 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
 //   1 A sample of the sums (residual + values) gives a bound. Somewhat more elements are above the bound than
 //     must be sent.
 //   2 residual += values, and every element above the bound is listed. If the list gets full, it keeps the
-//     num_chosen largest elements, and the bound rises to the smallest of these. Later elements that equal
-//     the bound are not listed: of equal elements, the first ones are chosen.
+//     num_chosen largest elements, and the bound rises to the threshold between these and the others. Later
+//     elements that equal the bound are not listed: of equal elements, the first ones are chosen.
 //   3 If the sample's bound was too high, the list is too short. Then all elements are listed again, without
 //     a bound.
 //   4 The list is reduced to the num_chosen largest elements. Their indices and values are written.
@@ -110,9 +110,12 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
 // The sample changes the speed, not the elements that are chosen. A list entry has an element's position and
 // its rough magnitude, so few elements are read a second time.
 
-constexpr std::size_t kChunkElements = 1024;  // added, and then listed while they are in the nearest cache
-constexpr std::size_t kGroupElements = 8;     // listed at once; may write behind the list's end
-constexpr std::size_t kListEntries = 4096;    // of a list that does not fit into the encoded bytes
+constexpr std::size_t kChunkElements =
+    1024;  // elements added and then listed at a time, so that they stay in the nearest cache
+constexpr std::size_t kGroupElements =
+    8;  // elements listed at a time; a group may write behind the list's last entry
+constexpr std::size_t kListEntries =
+    4096;  // entries of the list on the stack, for encoded bytes too few for a list
 constexpr std::size_t kFreeEntriesMin = kChunkElements + kGroupElements;
 constexpr int kEntryBits = 32;
 constexpr int kPositionBitsMin = 16;
@@ -137,7 +140,7 @@ struct List {
   int code_shift;
   int position_bits;
   std::size_t num_parts;
-  std::uint32_t part_ends[kListPartsMax];  // one behind each part's last entry
+  std::uint32_t part_ends[kListPartsMax];  // for each part, the place behind its last entry
 
   [[nodiscard]] std::uint32_t code_of(std::uint32_t entry) const { return entry >> position_bits; }
   [[nodiscard]] std::size_t index_of(std::size_t part, std::uint32_t entry) const {
@@ -235,7 +238,8 @@ void list_chunk(const Number* residual, std::size_t first, std::size_t count, Li
 // a key need not wait for that of an equal key before it.
 struct Histogram {
   static constexpr std::size_t kNumCounters = 4;
-  std::uint32_t counts[kNumCounters][kTopKBuckets + 1] = {};  // the last one: of keys in no bucket
+  std::uint32_t counts[kNumCounters][kTopKBuckets + 1] =
+      {};  // the last bucket counts keys that are in no bucket
   std::size_t num_keys = 0;
 
   void add(std::size_t bucket) { ++counts[num_keys++ % kNumCounters][bucket]; }
@@ -246,8 +250,9 @@ struct Histogram {
   }
 };
 
-// The result of a search for the largest keys. Chosen are all keys above `key`, and the first num_equal keys
-// that equal `key`. is_whole: exactly as many keys as wanted are at least `key`, so all of these are chosen.
+// The result of a search for the largest keys. All keys above `key` are chosen, and of the keys that equal
+// `key` the first num_equal. is_whole: exactly as many keys as wanted are at least `key`, so all of these are
+// chosen.
 template <class Bits>
 struct Threshold {
   Bits key;
@@ -300,7 +305,7 @@ Threshold<typename FloatLayout<Number>::Bits> threshold_of_list(const List<Numbe
 }
 
 // Reduces the list, which has at least num_chosen entries, to the num_chosen largest entries. Raises the
-// bound to the smallest key among them, because later keys that equal this key are not chosen.
+// bound to their threshold, because a later element that only equals it is not chosen.
 template <class Number>
 void keep_largest(std::size_t num_chosen, const Number* residual, List<Number>& list) {
   if (list.num_entries == num_chosen) return;
@@ -346,8 +351,8 @@ void list_all(const TopKEncode<T>& work, bool is_added, List<NumberOf<T>>& list)
 }
 
 // Returns a bound with almost surely num_chosen elements above it, and not many more. About num_expected of
-// the num_chosen largest elements are in the sample. The bound leaves four standard deviations more of the
-// sample's elements above it.
+// the num_chosen largest elements are in the sample. The bound has this many sampled elements above it, and
+// four standard deviations more.
 template <class T>
 KeyBound<NumberOf<T>> sampled_bound(const TopKEncode<T>& work) {
   using Layout = FloatLayout<NumberOf<T>>;
@@ -387,8 +392,8 @@ void write_chosen(const TopKEncode<T>& work, const List<NumberOf<T>>& list) {
   }
 }
 
-// Removes infinities and NaNs that were not sent from the residual. All elements above the bound were sent.
-// So such elements are left only if the bound itself is an infinity or a NaN.
+// Sets infinities and NaNs in the residual to zero if they were not sent. All elements above the bound were
+// sent, so one is left only if the bound itself is an infinity or a NaN.
 template <class Number>
 void forget_what_is_not_finite(std::size_t num_elements, Number* residual, KeyBound<Number> bound) {
   using Bits = typename FloatLayout<Number>::Bits;
@@ -400,8 +405,9 @@ void forget_what_is_not_finite(std::size_t num_elements, Number* residual, KeyBo
 template <class T>
 void encode_topk(const TopKEncode<T>& work) {
   constexpr std::size_t kSentBytes = sizeof(std::uint32_t) + sizeof(SentOf<T>);
-  // The list lies in the memory for the encoded bytes, which are kSentBytes for each sent element. It has
-  // room for twice as many entries as sent elements, or for one and a half times as many with 16-bit values.
+  // The list lies in the memory for the encoded bytes, which has kSentBytes for each sent element. So it
+  // holds twice as many entries as elements are sent, or one and a half times as many with 16-bit values. If
+  // these are fewer than kListEntries, the list lies on the stack.
   static_assert(kListEntries - kListEntries * sizeof(std::uint32_t) / kSentBytes > kFreeEntriesMin);
   std::uint32_t own_entries[kListEntries];
   const std::size_t num_fit = work.num_chosen * kSentBytes / sizeof(std::uint32_t);

@@ -10,7 +10,7 @@
 
 namespace pipedream {
 
-// The bits that topk sends of an element.
+// The type in which topk sends an element: float32 for float64, otherwise the element's own type.
 template <class T>
 using SentOf = std::conditional_t<std::is_same_v<T, double>, float, T>;
 
@@ -28,7 +28,7 @@ PD_ELEMENT float int8_scale(std::uint32_t largest_magnitude_bits) {
 PD_ELEMENT std::int8_t to_int8(float value, float scale) {
   const float divisor = scale > 0.0F ? scale : 1.0F;
   const float quotient = value / divisor;
-  // The quotient can only be beyond 127 if scale is near the smallest float32 and has few bits.
+  // The quotient exceeds 127 only if scale is near the smallest float32, where a float32 has few bits.
   const float not_above = quotient < 127.0F ? quotient : 127.0F;
   const float bounded = not_above > -127.0F ? not_above : -127.0F;
   // 12582912 is 1.5 x 2^23, where the last bit of a float32 counts 1. So the addition rounds to an integer,
@@ -46,14 +46,14 @@ PD_ELEMENT typename FloatLayout<T>::Bits magnitude_key(T value) {
 }
 
 // False for the key of an infinity or a NaN. The residual keeps nothing of such a number, whether it was sent
-// or not. Otherwise all later items would be infinite at this element.
+// or not. Otherwise this element would be infinite in all later tensors.
 template <class T>
 PD_ELEMENT bool is_finite_key(typename FloatLayout<T>::Bits key) {
   return key < FloatLayout<T>::kInfinity;
 }
 
-// The part of a sent number that the residual keeps: the rounding error, if sending rounds. It keeps nothing
-// of a number that is sent as an infinity or a NaN. Otherwise this would be sent for ever.
+// The part of a sent number that the residual keeps: the rounding error. It is 0 if the number was sent as an
+// infinity or a NaN, because the residual would otherwise send that again with every later tensor.
 template <class Number, class Sent>
 PD_ELEMENT Number rest_of_sent(Number number, Sent sent) {
   if constexpr (std::is_same_v<Number, Sent>) return Number(0);
@@ -70,11 +70,11 @@ PD_ELEMENT constexpr int next_digit_shift(int shift) {
   return shift > kTopKDigitBits ? shift - kTopKDigitBits : 0;
 }
 
-// The number of elements in each run of the host's sample of a tensor. The tensor is cut into equal parts,
-// and each part gives one run of neighbouring elements. A small tensor has few runs.
+// The host samples a tensor in runs of neighbouring elements. The tensor is cut into equal parts, and each
+// part gives one run of kTopKRunElements elements. A small tensor has few runs.
 constexpr std::size_t kTopKRunElements = 16;
 constexpr std::size_t kTopKSampleMax = 4096;
-constexpr std::size_t kTopKSampledShare = 32;  // at most one element of so many
+constexpr std::size_t kTopKSampledShare = 32;  // at most 1 element in 32 is sampled
 
 PD_ELEMENT std::size_t topk_sample_runs(std::size_t num_elements) {
   const std::size_t num_sampled = num_elements / kTopKSampledShare;

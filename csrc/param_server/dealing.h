@@ -27,7 +27,8 @@
 
 namespace pipedream {
 
-using ShardIndex = StrongId<struct ShardIndexTag>;  // of the stage's owners: replicas, then spares
+using ShardIndex =
+    StrongId<struct ShardIndexTag>;  // position among the stage's owners: replicas, then spares
 
 // Consecutive elements of a parameter.
 struct ShardPiece {
@@ -42,7 +43,7 @@ struct ShardChunk {
   ShardIndex shard;
   std::size_t begin_bytes = 0;  // in the flat slot
   std::size_t end_bytes = 0;
-  std::vector<ShardPiece> pieces;  // what lies there, in order; at least one
+  std::vector<ShardPiece> pieces;  // the parameters' elements in the range, in order; at least one piece
 
   friend bool operator==(const ShardChunk&, const ShardChunk&) = default;
 };

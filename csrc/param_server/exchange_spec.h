@@ -1,6 +1,6 @@
 // Describes the exchange of gradients and weight versions between the owners of a stage's shards: the chunks
-// of each owner, the channels between owners, and the memory for versions and pushed chunks. Plain values;
-// any thread.
+// of each owner, the channels between owners, and the memory for versions and pushed chunks. A round is the
+// minibatches whose gradients make one update (schedule/rounds.h). Plain values; any thread.
 #pragma once
 
 #include <cstddef>
@@ -48,7 +48,7 @@ struct ExchangePeer {
   ExchangeShard shard;
   std::string push_to;
   std::string push_from;
-  std::string factors_to;  // has one item per round, sent before the chunks
+  std::string factors_to;  // carries one item per round: gradients as sufficient factors, before the chunks
   std::string factors_from;
   std::string pull_to;
   std::string pull_from;
@@ -61,17 +61,18 @@ struct ExchangeSpec {
   std::vector<ExchangeChunk> chunks;  // of its shard, in the order in which they are sent
   std::map<ReplicaIndex, ExchangePeer> peers;
   std::vector<std::byte*> own_slots;             // memory of the stage's version slots
-  std::map<WeightVersion, SlotIndex> slot_of{};  // versions at the start; empty: the newest, in slot 0
+  std::map<WeightVersion, SlotIndex> slot_of{};  // versions at the start; empty: one version, in slot 0
   std::vector<std::byte*> tied_slots;            // version v lies in slot (v - first) mod their number
   std::vector<std::byte*> push_slots;  // zeroed memory of PushLayout::slot_bytes(); a round uses one of them
   Codec push_codec{};
-  bool keeps_gradients = false;  // the optimizer may keep them, so no mean is written over them
+  bool keeps_gradients = false;  // the optimizer may keep received gradients, so no mean overwrites them
   bool on_host = true;           // means of float32 and float64 are made here
   // Whether this owner sends another replica the chunks of a new version only after it has sent that replica
   // all pushed chunks. All channels of a link get equal parts of the bandwidth. So versions would slow down
   // the pushes to spares, although everybody waits longest for the spares' shards.
   bool holds_versions = false;
-  bool posts_early = true;  // false: posts places at begin_version()
+  // Whether places are posted in begin_push_from(), as early as possible, or only in begin_version().
+  bool posts_early = true;
 };
 
 // A parameter's gradient of a round, as a flat tensor. If `content` has no data, the parameter has no

@@ -165,7 +165,7 @@ PieceGradients ShardExchange::gradients_of(std::size_t position, const ExchangeC
     }
     std::byte* const data = pushed.chunk->tensors[1].data + piece.begin_bytes;
     const TensorView received = flat_view(piece.dtype, data, piece.num_bytes());
-    // The place is never the memory of this owner's own gradient, which may have another use. It may be the
+    // `place` is never the memory of this owner's own gradient, which may have another use. It may be the
     // memory of a received item that has no gradient for this piece.
     if (!spec_.keeps_gradients) gradients.place = received;
     if (flags.at(other)[position] != std::byte{0}) gradients.parts.push_back(received);
@@ -315,7 +315,8 @@ void ShardExchange::collect_pushed() {
 Result<bool> ShardExchange::pull_from(ReplicaIndex other, Deadline deadline) {
   const ExchangePeer& from = peer(other);
   const WeightVersion version = newest_pulled_.at(other).next();
-  const std::optional<SlotIndex> own_slot = slot_with(version);  // none: the version is no longer read
+  const std::optional<SlotIndex> own_slot =
+      slot_with(version);  // none: no forward reads this version any more
   for (; num_chunks_pulled_ < from.shard.chunks.size(); ++num_chunks_pulled_) {
     const ExchangeChunk& chunk = from.shard.chunks[num_chunks_pulled_];
     auto received = carrier_.receive(from.pull_from, deadline);

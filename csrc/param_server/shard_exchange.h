@@ -1,7 +1,7 @@
 // Does one owner's side of the exchange of a stage's shards; the owner is a replica or a spare. It receives
 // the gradients that other replicas push and makes their mean. It sends each chunk of the owner's next
 // version as soon as the chunk is made. It lands the chunks of other owners' versions where forwards read
-// them.
+// them. A round is the minibatches whose gradients make one update (schedule/rounds.h).
 //
 //   round t           caller        what happens here
 //   SEND push         the worker    give() for each gradient; push_given() during the backward and after it;
@@ -62,9 +62,9 @@ class ShardExchange {
  public:
   ShardExchange(ExchangeSpec spec, ItemCarrier& carrier);
 
-  // The worker's program calls the functions from here to pull_from(). begin_push_from() returns true once
-  // the replica's gradient of the round has begun to arrive. write_slot: the slot that the round's update
-  // will write; nobody reads it any more.
+  // The engine calls the functions from here to pull_from(). begin_push_from() returns true once the
+  // replica's gradient of the round has begun to arrive. write_slot: the slot that the round's update will
+  // write; nobody reads it any more.
   [[nodiscard]] Result<bool> begin_push_from(ReplicaIndex other, std::int64_t round, SlotIndex write_slot,
                                              Deadline deadline);
   // The end of the data, if the last begin_push_from() received it instead of a gradient. It has the number
@@ -128,8 +128,8 @@ class ShardExchange {
   [[nodiscard]] WeightVersion whole_version() const;
   [[nodiscard]] std::optional<SlotIndex> whole_slot() const { return slot_with(whole_version()); }
 
-  // By version: chunks from other owners may contain different numbers of gradients. The pair is the smallest
-  // and the largest number.
+  // For each version, the smallest and the largest number of gradients that a chunk from another owner
+  // contains. With asynchronous shards these numbers may differ.
   using Contained = std::map<WeightVersion, std::pair<std::int64_t, std::int64_t>>;
   [[nodiscard]] const Contained& contained() const { return contained_; }
 

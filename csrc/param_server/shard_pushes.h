@@ -31,7 +31,7 @@ class PushLayout {
   explicit PushLayout(const Codec& codec) : codec_(codec) {}
 
   struct Chunk {
-    std::optional<std::size_t> copy_bytes;  // offset of its copy from the zeros' end; none if it needs none
+    std::optional<std::size_t> copy_bytes;  // offset of its copy in the area of copies; none without a copy
     std::size_t first_flag = 0;             // position among all flags
   };
   Chunk add(const ExchangeShard& shard, const ExchangeChunk& chunk);

@@ -309,8 +309,8 @@ bool StageEngine::begins_evaluation(const ReceiveChannel& source, Deadline deadl
   return true;
 }
 
-// Waits until the channel has room for an item of tied parameters or norms. The program bounds the number of
-// these items, but the report that an item is sent may come a little late.
+// Waits until the channel has room for one more item. The program bounds the items of tied parameters and
+// norms, but the report that an item is sent may come a little late. The program does not bound evaluations.
 Result<bool> StageEngine::wait_for_room(SendChannel& channel, Deadline deadline) {
   const std::int64_t wait_began_ns = now_ns();
   const bool has_room = channel.wait_for_room(deadline);

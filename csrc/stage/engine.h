@@ -58,7 +58,7 @@ struct WorkItem {
   // The received item that the opcode needs. Absent if the opcode needs none, as in the first stage's
   // forward. kRecv needs the edge's item; it is absent if the edge has no channel.
   std::optional<ReceivedItem> received;
-  std::int64_t num_minibatches = 0;  // when all is done, like end_events
+  std::int64_t num_minibatches = 0;  // set when all is done, like end_events
   std::uint8_t end_events = 0;       // due at the end (ItemFields::boundary_events)
 };
 
@@ -144,9 +144,9 @@ class StageEngine {
   // index counts the replica's own microbatches from the run's start. `backward` is valid for completed
   // microbatches.
   [[nodiscard]] const std::vector<VersionsRead>& versions(StageIndex stage) const;
-  // The versions, with their slots, that a run needs at this stage if it continues with the minibatch. These
-  // are the versions from the oldest that any replica's microbatch from there on reads up to the newest. Call
-  // it between the update before the minibatch and the minibatch's own update.
+  // The versions, with their slots, that a run needs at this stage if it continues with the minibatch. They
+  // reach from the oldest version that any replica's microbatch still reads, counted from this minibatch on,
+  // to the newest version. Call it between the update before the minibatch and the minibatch's own update.
   [[nodiscard]] std::map<WeightVersion, SlotIndex> kept_versions(StageIndex stage,
                                                                  MinibatchId minibatch) const;
   [[nodiscard]] std::vector<Span> spans() const { return times_.spans(); }  // oldest first

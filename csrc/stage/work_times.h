@@ -24,7 +24,7 @@ struct Span {
   std::int64_t asked_ns = 0;
   std::int64_t ready_ns = 0;
   std::int64_t completed_ns = 0;
-  std::int64_t wait_ns = 0;  // the part from asked to ready that a channel blocked
+  std::int64_t wait_ns = 0;  // the part of asked to ready in which it waited for a channel
   std::int64_t compute_ns = 0;
 };
 

@@ -67,7 +67,7 @@ class Worker {
   void add_term(PoolTerm term, bool is_posted_into = false);
   // Allocates and pre-faults everything.
   void seal();
-  // Channel name -> endpoint, for every receive channel.
+  // Listens on every receive channel, and returns the endpoints by the channels' names.
   [[nodiscard]] std::map<std::string, std::string> listen();
   // endpoints: the endpoint of every send channel, by the channel's name. Throws a UserError that names a
   // channel without an endpoint.
@@ -77,7 +77,7 @@ class Worker {
   [[nodiscard]] Result<bool> wait_open(Deadline deadline);
   [[nodiscard]] std::vector<std::string> channels_not_open() const;
 
-  // A slot of a term, leased for the worker's life. `holder` keeps the pool and the memory alive.
+  // A slot of a term, leased for the worker's life. `pool` keeps the memory alive.
   struct HeldSlot {
     std::shared_ptr<Pool> pool;
     Lease lease;
@@ -116,8 +116,8 @@ class Worker {
   // Posts the places where the channel's next items will land; the channel has no slots. Each place is a part
   // of the term that the channel is posted into, and has exactly the item's bytes.
   void post_items(const std::string& channel, std::span<const std::span<std::byte>> places);
-  // counts_as_wait: whether the time is added to the engine's wait. Pass false if the caller counts it as its
-  // own time.
+  // Receives the channel's next item; nothing at the deadline. counts_as_wait: whether the time is added to
+  // the engine's wait. Pass false if the caller counts it as its own time.
   [[nodiscard]] Result<std::optional<ReceivedItem>> receive_item(const std::string& channel,
                                                                  Deadline deadline,
                                                                  bool counts_as_wait = true);

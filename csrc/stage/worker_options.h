@@ -25,7 +25,7 @@ struct WorkerOptions : TransportOptions {
 
   std::string device = "host";    // or "cuda:0"
   std::string transport = "zmq";  // or "inproc"
-  std::string libzmq_path;        // empty: as transport.h says
+  std::string libzmq_path;        // empty: chosen as make_zmq_transport() says
   bool checksums = false;         // send a CRC-32C with every payload; a receiver always checks one
   std::uint64_t run_id = 0;
   std::uint32_t incarnation = 0;
@@ -41,7 +41,7 @@ struct WorkerOptions : TransportOptions {
 
 // How a channel's tensors travel when both ends map the receiver's memory (Worker::channel_transports()).
 inline constexpr const char* kSharedMemory = "shared memory";
-inline constexpr const char* kCudaIpc = "cuda ipc";  // of memory of a device
+inline constexpr const char* kCudaIpc = "cuda ipc";
 // Prefixes for the names of a channel's pool terms; the channel's name follows. The term for received items
 // has no prefix.
 inline constexpr const char* kStagingTerm = "staging, ";

@@ -13,7 +13,7 @@ namespace pipedream {
 struct BellAddress {
   std::uint64_t pid = 0;
   std::uint64_t fd = 0;
-  std::uint64_t inode = 0;  // of the pipe; tells a process or descriptor whose number was reused
+  std::uint64_t inode = 0;  // of the pipe; shows whether the number of the process or descriptor was reused
 
   friend bool operator==(const BellAddress&, const BellAddress&) = default;
 };

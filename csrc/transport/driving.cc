@@ -87,8 +87,9 @@ bool TransportCore::begin_driving() {
   return true;
 }
 
-// Tells the board which frames must ring the bell for the threads that sleep now. Returns true if such a
-// frame is there already. Called under the mutex whenever a thread goes to sleep or wakes.
+// Tells the board of rings (ring_board.h) which frames must ring the bell for the threads that sleep now.
+// Returns true if such a frame is there already. Called under the mutex whenever a thread goes to sleep or
+// wakes.
 bool TransportCore::listen_for_bells() {
   if (board_ == nullptr) return false;
   const bool somebody_sleeps = !driven_ && (waiter_sleeps_ || thread_sleeps_);
@@ -98,12 +99,12 @@ bool TransportCore::listen_for_bells() {
   }
   const Patience patience = waiter_sleeps_ ? Patience::kUntilOneWaits : Patience::kNone;
   board_->wish(num_wanting_all_ == 0 ? patience : Patience::kUntilOneDrives);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // b of ring_board.h
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // step b in the drawing of ring_board.h
   return board_->has_wished();
 }
 
-// Stops driving and returns true, unless there is more work: then this thread still drives, and the result is
-// false. hands_over: stop even then, and leave the work to a sleeping thread.
+// Stops driving and returns true if no work is left. Otherwise this thread still drives, and the result is
+// false. hands_over: stops in any case, and wakes a sleeping thread for the work that is left.
 bool TransportCore::stop_driving(bool hands_over) {
   Watch* sleeper = nullptr;
   {
@@ -153,7 +154,7 @@ bool TransportCore::drive_until(Deadline deadline, const std::function<bool()>& 
     const std::lock_guard lock(mutex_);
     if (waiter_) return false;
     waiter_ = std::this_thread::get_id();
-    interrupted_ = false;  // done() is asked after this
+    interrupted_ = false;  // done() is called below, as interrupt() asks
   }
   const ScopeExit no_longer_waits([this] { stop_waiting(); });
   if (done()) return true;
@@ -219,7 +220,7 @@ bool TransportCore::may_waiter_sleep() {
 bool TransportCore::wake_waiter(std::span<const std::uint64_t> names) {
   const std::lock_guard lock(mutex_);
   waiter_sleeps_ = false;
-  interrupted_ = false;  // done() is asked after this
+  interrupted_ = false;  // done() is called after this, as interrupt() asks
   if (!stopped_) told_.insert(told_.end(), names.begin(), names.end());
   const bool drives = begin_driving();
   static_cast<void>(listen_for_bells());

@@ -18,7 +18,7 @@ inline constexpr std::size_t kTokenChars = 32;  // 128 bits
 struct Endpoint {
   std::string address{};     // "tcp://127.0.0.1:40001", "inproc://7"
   std::string server_key{};  // the listener's public key; empty without CURVE
-  std::string token{};       // what a connector must say where there are no keys, see zmq/token.h
+  std::string token{};       // a connector must show it if there are no keys, see zmq/token.h
   std::string rings{};       // see frame_rings.h; empty when frames travel by the connection alone
   std::string memory{};      // memory of the receive channel's slots (shared_memory.h); empty when not shared
 

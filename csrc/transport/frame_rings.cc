@@ -13,7 +13,8 @@ namespace pipedream {
 namespace {
 
 constexpr std::size_t kCacheLineBytes = 64;
-constexpr std::uint64_t kNoSlots = ~std::uint64_t{0};  // the memory's use; no channel plans such slots
+constexpr std::uint64_t kNoSlots =
+    ~std::uint64_t{0};  // no channel plans slots of this size, so none takes the rings for its memory
 
 constexpr std::size_t kBoardAddressBytesMax = 128;
 
@@ -117,7 +118,7 @@ bool FrameRings::find_peer(RingBoard& board, const RingEnd& peer) {
 bool FrameRings::begin(RingBoard& board) {
   if (!memory_->is_claimed()) return false;
   if (is_listener_) static_cast<void>(find_peer(board, plan_.connector));
-  board.mark(number_);  // frames may have come before anybody looks at marks of this link
+  board.mark(number_);  // frames may have come before this side looks at the link's marks
   return true;
 }
 
@@ -138,7 +139,6 @@ bool FrameRings::push(const FrameHeaderBytes& header, bool is_urgent) {
 // Reads each value once: the sender could change the cell at any time, because its memory is shared.
 bool FrameRings::take(FrameHeaderBytes& header) {
   const std::uint64_t num_there = in_.num_pushed.load(std::memory_order_acquire) - num_taken_;
-  // Reads each value once: the sender could change the cell at any time, because its memory is shared.
   if (num_there == 0 || num_there > kNumCells) return false;
   const Cell cell = in_.cells[num_taken_ % kNumCells];
   if (cell.num_carried > num_brought_) return false;

@@ -29,7 +29,7 @@ class FrameRings {
   static constexpr std::size_t kNumCells = 256;  // each way
 
   // Called by the listener. board, is_quick: the board and the LinkHandler::is_quick() of the calling side.
-  // Throws UserError when memory is short. Null when the board has no number left.
+  // Throws UserError when memory is short. Null when the board has no link number left.
   [[nodiscard]] static std::unique_ptr<FrameRings> make(const LinkIdentity& identity, RingBoard& board,
                                                         bool is_quick);
   // Called by the connector. Null when the memory or the other side's board cannot be opened; then the

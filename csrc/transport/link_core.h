@@ -165,7 +165,7 @@ class LinkCore : public Link {
   std::uint64_t next_sent_ = 0;    // sequence numbers
   std::uint64_t next_received_ = 0;
   std::optional<Deadline> hello_deadline_;    // set once the peer is known to be there
-  int num_beats_without_pulse_ = 0;           // in a row, up to the last
+  int num_beats_without_pulse_ = 0;           // how many of the latest beats in a row had none
   std::uint64_t num_work_items_of_peer_ = 0;  // by its last BEAT
   bool looked_for_hello_ = false;             // arrived bytes were read once more at the deadline
 };

@@ -30,8 +30,8 @@ class PeerLife {
     if (std::exchange(num_frames_heard_, num_frames_) != num_frames_) hear_at(now);
     return now >= deadline_;
   }
-  // Whether this side must first read frames of a silent peer that arrived while this side itself was held
-  // up.
+  // Whether the links of a silent peer must be read once more before it counts as lost, because frames may
+  // have arrived while this side was held up. True at the first call after a frame.
   [[nodiscard]] bool must_look() { return std::exchange(num_frames_missed_, num_frames_) != num_frames_; }
 
  private:

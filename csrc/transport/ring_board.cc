@@ -30,7 +30,7 @@ MarkedLinks& links_with(RingBoardPlan& plan, std::uint32_t number) {
   return plan.links[number / MarkedLinks::kNumLinks];
 }
 
-// The links of which only urgent frames ring the bell under this wish.
+// The bits of the links whose frames ring the bell under this wish only if they are urgent.
 std::uint64_t too_patient_for(const MarkedLinks& links, std::uint32_t wish) {
   if (wish <= wish_for(Patience::kNone)) return links.until_one_waits.load();
   if (wish <= wish_for(Patience::kUntilOneWaits)) return links.until_one_drives.load();

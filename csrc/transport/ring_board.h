@@ -1,8 +1,8 @@
-// A process's board says which of its rings (frame_rings.h) have frames, and for which of them its receiver
-// wants to be woken. It lies in memory that the process's peers on the host map, too. So a turn looks only at
-// links with new frames.
+// A process's board says which of its rings (frame_rings.h) have frames, and for which of these frames the
+// process wants to be woken. It lies in memory that the process's peers on the host map, too. So the thread
+// that drives reads only the rings of links with new frames.
 //
-//   sender                              receiver, who drives        receiver, who goes to sleep
+//   sender                              receiver's driving thread   receiver's thread that goes to sleep
 //
 //   1 writes the frame into the ring    A takes the link's mark     a says what is to wake it: wish()
 //   2 marks the link: tell()            B reads the link's ring     b a full fence
@@ -51,7 +51,7 @@ struct alignas(64) MarkedLinks {
   static constexpr std::uint32_t kNumLinks = 64;
 
   std::atomic<std::uint64_t> urgent;   // links with an urgent frame
-  std::atomic<std::uint64_t> patient;  // links with another frame
+  std::atomic<std::uint64_t> patient;  // links with a frame that is not urgent
   // The receiver writes these two. until_one_waits has the links with Patience::kUntilOneWaits or
   // kUntilOneDrives; until_one_drives has the links with kUntilOneDrives.
   std::atomic<std::uint64_t> until_one_waits;

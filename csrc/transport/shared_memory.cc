@@ -197,7 +197,7 @@ class MappedFile final : public SharedMemory {
   [[nodiscard]] int fd() const { return fd_.get(); }
 
  private:
-  const FileDescriptor fd_;  // the maker's descriptor, which others open; none in an opener
+  const FileDescriptor fd_;  // the descriptor that others open; -1 in a process that opened the memory
   std::byte* const mapping_;
   std::byte* const data_;  // behind the first page
   const std::size_t num_bytes_;
@@ -388,7 +388,7 @@ class OpenedDeviceMemory final : public DeviceSharedMemory {
   [[nodiscard]] std::byte* data() const override { return memory_->data(); }
 
  private:
-  // declared first, so that it is closed, and so unlocked, after the memory is unmapped
+  // Declared first, so destroyed last: the file stays locked until the memory is unmapped.
   const FileDescriptor locked_;
   const std::unique_ptr<Memory> memory_;
 };

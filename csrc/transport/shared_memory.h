@@ -53,8 +53,8 @@ class SharedMemory {
   [[nodiscard]] static std::unique_ptr<SharedMemory> open(const std::string& address,
                                                           const SharedMemoryUse& use,
                                                           std::string* why = nullptr);
-  // Makes memory on the device; the device outlives it. Null, with the reason, if the device cannot share
-  // memory.
+  // Makes memory on the device; the device outlives it. Null, with the reason in `why`, if the device cannot
+  // share memory.
   [[nodiscard]] static std::unique_ptr<SharedMemory> make_on(Device& device, std::size_t num_bytes,
                                                              const SharedMemoryUse& use,
                                                              std::string* why = nullptr);
@@ -71,8 +71,8 @@ class SharedMemory {
   // Whether the memory lies on the device. Then only the device's streams may read and write it.
   [[nodiscard]] virtual bool on_device() const = 0;
   [[nodiscard]] virtual std::size_t size_bytes() const = 0;
-  [[nodiscard]] virtual std::string address()
-      const = 0;  // "<pid>:<fd>:<bytes>:<secret, hex>"; of make() only
+  // "<pid>:<fd>:<bytes>:<secret, hex>". Only the side that made the memory may ask.
+  [[nodiscard]] virtual std::string address() const = 0;
 
   // Called by the side that opened the memory, to say that it will write here. Both sides see this claim.
   virtual void claim() = 0;

@@ -8,7 +8,7 @@
 //
 //   a thread that sends    post_and_drive(): runs posted functions, and delivers frames to quick handlers
 //   a thread that waits    drive_until(): sleeps until there is traffic, and delivers it
-//   the transport thread   the rest: traffic and posts while other threads compute, deadlines, beats
+//   the transport thread   traffic and posts while other threads compute, deadlines, beats (signs of life)
 //
 // send() and post() may be called from any thread and never block. Handlers must not block either. Handlers
 // run on any of these threads, one after the other, and each handler sees the writes of the handler before
@@ -114,8 +114,8 @@ class Link {
   virtual ~Link() = default;
 
   // Frames sent before the link is open wait for it, in order. Frames sent after close, failure or the peer's
-  // BYE are dropped. on_sent may run inside this call when a handler or a posted function calls it, or after
-  // shutdown().
+  // BYE are dropped. on_sent may run before this call returns, if a handler or a posted function makes the
+  // call, or if the transport is shut down.
   virtual void send(OutgoingFrame frame) = 0;
   // Sends BYE after all earlier frames, then closes the link. Once close() has returned, no handler call of
   // this link begins. close() waits for a handler call on another thread, so the caller must hold no mutex
@@ -134,7 +134,7 @@ class Link {
 struct CurveKeys {
   std::string public_key;
   std::string secret_key;
-  std::vector<std::string> allowed;  // public keys of the peers; one's own if all share one pair
+  std::vector<std::string> allowed;  // public keys of the peers; also the own key if all share one pair
 };
 
 // The ports of a machine that listeners may use. The range includes `first` and `last`.
@@ -148,7 +148,7 @@ struct TransportOptions {
   // Every listening link takes a free port of this range, and waits for one for at most peer_timeout_s.
   // Without a range the system chooses a port.
   std::optional<PortRange> ports;
-  double peer_timeout_s = 15.0;  // for HELLO, silence and beats; see beats
+  double peer_timeout_s = 15.0;  // bounds the waits for HELLO and for a silent peer; see beats
   // Encrypts and authenticates every link. A listener accepts allowed keys only. A connector talks only to
   // the key in the endpoint, and only if that key is allowed. Without keys a connector must say the
   // endpoint's token, unencrypted.
@@ -161,16 +161,15 @@ struct TransportOptions {
   bool shares_memory = false;
   // Both ends of an open link send a BEAT every peer_timeout_s / 8. A peer is lost if nothing has arrived
   // from it for half of peer_timeout_s: it is stopped, or the network to it is cut. A peer is also lost after
-  // 8 beats in a row without a pulse. A beat has a pulse while pulse() is called at least every
-  // peer_timeout_s / 8. Both ends must have the same setting. Without beats a peer is lost only when its
-  // connection ends.
+  // 8 beats in a row without a pulse. A beat has a pulse if pulse() was called within the last peer_timeout_s
+  // / 4. Both ends must have the same setting. Without beats a peer is lost only when its connection ends.
   bool beats = false;
 };
 
 // While a PassiveScope lives, its thread drives no transport: post_and_drive() is post(). It is for callbacks
-// on threads of streams and of ZeroMQ, which must not be held up and must not run handlers. On a stream's
-// thread a handler might call the device, although functions given to Stream::call must not do so, or it
-// might wait for that same stream.
+// on threads of streams and of ZeroMQ, which must not be held up. Such a thread must not run handlers either.
+// On a stream's thread a handler might wait for that same stream, or call the device, which a function given
+// to Stream::call must not do.
 class PassiveScope {
  public:
   PassiveScope() : was_passive_(std::exchange(is_passive_, true)) {}
@@ -210,17 +209,17 @@ class Transport {
   // frames that `function` sends are on their way when this call returns. Never waits: if another thread
   // drives, that thread runs the function. The caller holds no mutex that a handler takes.
   virtual void post_and_drive(std::function<void()> function) = 0;
-  // Does post() without waking a thread. This thread will soon call drive_posted(), drive in another way, or
-  // wait.
+  // Does post() without waking a thread. The calling thread must soon call drive_posted(), drive in another
+  // way, or wait.
   virtual void post_for_later(std::function<void()> function) = 0;
   // Runs the posted functions as post_and_drive() does.
   virtual void drive_posted() = 0;
 
-  // Drives until done() returns true or the deadline passes, and sleeps while there is nothing to do. For
-  // threads that wait for the result of a handler. done() is called first of all, after every turn, at the
-  // deadline and after interrupt(), and never again once it was true. It runs under no lock that post()
-  // takes. Returns false at once if this thread cannot drive: another thread is in drive_until(), this one
-  // drives already, or it is passive.
+  // Drives until done() returns true or the deadline passes, then returns true. Sleeps while there is nothing
+  // to do. For threads that wait for the result of a handler. done() is called first of all, after every
+  // turn, at the deadline and after interrupt(), and never again once it was true. No lock that post() takes
+  // is held then. Returns false at once if this thread cannot drive: another thread is in drive_until(), this
+  // one drives already, or it is passive.
   [[nodiscard]] virtual bool drive_until(Deadline deadline, const std::function<bool()>& done) = 0;
   // Makes the thread in drive_until() call done() again. Any thread.
   virtual void interrupt() = 0;

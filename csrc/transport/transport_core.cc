@@ -170,7 +170,7 @@ TransportCore::Stop TransportCore::take_turn(bool& closing) {
   return stop;
 }
 
-// Loops by index, because a check may end its link.
+// Loops by index, because a check may end its link and so call a handler.
 void TransportCore::check_hellos(Deadline now) {
   std::erase_if(greeted_links_, [](const LinkCore* link) { return !link->hello_deadline(); });
   for (std::size_t index = 0; index < greeted_links_.size(); ++index) greeted_links_[index]->check_hello(now);

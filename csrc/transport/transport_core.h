@@ -136,7 +136,8 @@ class TransportCore : public Transport {
   virtual void note_ready(std::uint64_t name) = 0;
   // Reads from each link that may have traffic, up to a bounded number of frames.
   virtual void deliver(Driver driver) = 0;
-  [[nodiscard]] virtual bool has_traffic() const = 0;  // that deliver() left, or that came since
+  // Whether deliver() left traffic, or traffic has come since.
+  [[nodiscard]] virtual bool has_traffic() const = 0;
   // Called last, on the transport thread, after every link has ended.
   virtual void teardown() = 0;
 
@@ -199,13 +200,13 @@ class TransportCore : public Transport {
   std::vector<std::unique_ptr<LinkCore>> links_;
   Stop stop_;
   bool driven_ = false;                    // stays true after the end, so that no thread drives then
-  bool thread_sleeps_ = false;             // and has not been woken
-  bool waiter_sleeps_ = false;             // likewise
+  bool thread_sleeps_ = false;             // the transport thread sleeps and has not been woken
+  bool waiter_sleeps_ = false;             // the waiter sleeps and has not been woken
   std::optional<std::thread::id> waiter_;  // in drive_until()
   bool interrupted_ = false;               // interrupt() was called since the waiter last slept
   bool stopped_ = false;                   // no more tasks
   int num_wanting_all_ = 0;
-  RingBoard* board_ = nullptr;  // guards its wish, not the pointer; null: there are no rings
+  RingBoard* board_ = nullptr;  // null without rings; the mutex guards the board's wish, not the pointer
 
   std::atomic<bool> needs_thread_{false};
   std::atomic<std::int64_t> pulse_ns_{kNoPulse};  // time of the last pulse()

@@ -1,10 +1,10 @@
 // A thread that drives a transport sleeps on its Watch. wake() of this Watch ends the sleep, and so does a
 // readable descriptor. Several watches share the descriptors. Owned by the transport.
 //
-// A descriptor that becomes readable wakes one thread, not all of them (EPOLLEXCLUSIVE): among the watches on
-// which a thread sleeps, the one to which the descriptor was added first. While no thread sleeps, the next
-// sleep on each watch reports it. It is reported once (EPOLLET), perhaps to the woken thread alone. So the
-// woken thread must read until the descriptor is empty, or remember that it has not.
+// A descriptor that becomes readable wakes only one of the sleeping threads (EPOLLEXCLUSIVE): the one to
+// whose watch the descriptor was added first. If no thread sleeps, the next sleep on each watch reports it.
+// The descriptor is reported once (EPOLLET), perhaps to the woken thread alone. So the woken thread must read
+// until the descriptor is empty, or remember that it has not.
 //
 // Threads: any thread may call wake(). add() and remove() may be called by one thread at a time. sleep() may
 // be called by one thread at a time, while other threads call the other functions.
@@ -55,8 +55,8 @@ class Watch {
   void wake() { wake_fd_.set(); }
   // Sleeps until wake(), until a descriptor is readable, until timeout_ms have passed (-1: no limit), or
   // until a signal arrives. One wake() ends one sleep. Returns the names of the readable descriptors, valid
-  // until the next call. More descriptors may be readable if the names are kNumNamesMax, or one fewer and a
-  // wake() ended the sleep. This thread must then call again.
+  // until the next call. If there are kNumNamesMax names or one fewer, more descriptors may be readable, and
+  // the thread must call again.
   [[nodiscard]] std::span<const std::uint64_t> sleep(int timeout_ms);
 
  private:

@@ -3,15 +3,16 @@
 // compiler does not contract multiply-adds, so the bits are those of the host.
 //
 // topk needs these launches, in stream order. A bucket holds all keys that begin with the same digits.
-//   1 count   one launch per digit: counts, within the bucket chosen so far, the keys by their next digit.
-//             The first launch also adds the values to the residual. Does nothing once a whole bucket is
-//             chosen
-//   2 part    counts for each part of the tensor the keys above the last chosen key, and those equal to it
+//   1 count   one launch per digit: counts the keys of the bucket chosen so far by their next digit. The
+//             first launch also adds the values to the residual. Later launches do nothing once all keys of
+//             the chosen bucket are to be sent
+//   2 part    counts for each part of the tensor the keys above the smallest chosen key, and the keys equal
+//             to it
 //   3 gather  each part writes its chosen elements, in order. The residual drops the values that are sent,
 //             and those that are not finite
 //
-// Each block itself computes the results that it needs from the previous launch: the bucket after a digit, or
-// the sums of the parts before its own part. That saves launches of a single block in between.
+// Each block computes for itself what it needs from the launch before: the bucket after a digit, or the sums
+// of the parts before its own part. That saves launches of a single block in between.
 #include <cuda_runtime_api.h>
 
 #include "codec/cuda/cuda_codec_kernels.h"
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     values[num_elements - 1] = static_cast<T>(Format::decode(encoded[num_elements - 1]));
 }
 
-// ---- int8: one warp per block; each lane takes four neighbouring elements, twice ----
+// ---- int8: one warp per int8 block; each lane takes four neighbouring elements, twice ----
 
 constexpr unsigned kLaneElements = 4;
 constexpr unsigned kRowElements = kWarpThreads * kLaneElements;
@@ -183,8 +184,8 @@ __device__ std::uint32_t sum_before_thread(std::uint32_t value) {
   return sum;
 }
 
-// Finds the bucket of the last chosen key after num_digits digits, from the counts of the last digit, which
-// begins at bit `shift`. A kernel may call it once.
+// Finds the bucket of the smallest chosen key after num_digits digits. Reads the counts of the last of these
+// digits, which begins at bit `shift`. A kernel may call it once.
 __device__ TopKBucket narrow(unsigned num_digits, int shift, TopKScratch* scratch) {
   __shared__ TopKBucket found;
   const TopKBucket before = scratch->buckets[num_digits - 1];
@@ -280,13 +281,13 @@ __global__ void __launch_bounds__(kBlockThreads)
   scratch->num_equal[blockIdx.x] = num_equal;
 }
 
-// The number of keys above the last chosen key, and the number of keys equal to it.
+// The number of keys above the smallest chosen key, and the number of keys equal to it.
 struct PartSums {
   std::uint32_t num_above;
   std::uint32_t num_equal;
 };
 
-// Sums over the parts before the block's. Called once in a kernel.
+// Sums over the parts before this block's part. A kernel may call it once.
 __device__ PartSums sums_before_part(const TopKScratch* scratch) {
   __shared__ std::uint32_t num_above;
   __shared__ std::uint32_t num_equal;
@@ -356,8 +357,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     } else if (!is_finite_key<Number>(key)) {
       work.residual[i] = Number(0);
     }
-    // The two arrays of sums are used in turn. The barrier inside each count also separates two uses of the
-    // other array.
+    // No barrier is needed here. above_sums and equal_sums are used in turn, and the barrier in the count
+    // with one array separates two uses of the other.
   }
 }
 

@@ -14,12 +14,12 @@ namespace pipedream {
 // separately.
 constexpr std::size_t kTopKPartsMax = 1024;
 
-// The bucket of keys among which topk still has to choose after some digits: all keys whose digits so far are
-// those of `key`.
+// A bucket: all keys that begin with the digits examined so far of `key`. topk still has to choose among
+// them.
 struct TopKBucket {
   std::uint64_t key;            // all keys above the bucket are chosen
-  std::uint32_t num_equal_max;  // so many keys of the bucket are chosen, too
-  std::uint32_t is_final;       // 1: that is the whole bucket
+  std::uint32_t num_equal_max;  // the number of the bucket's keys that are chosen, too
+  std::uint32_t is_final;       // 1: all keys of the bucket are chosen
 };
 
 constexpr std::size_t kTopKDigitsMax = 6;
@@ -27,7 +27,7 @@ static_assert(kTopKDigitsMax * kTopKDigitBits >= FloatLayout<double>::kMagnitude
 
 // Device memory, zero before the first topk.
 struct TopKScratch {
-  TopKBucket buckets[kTopKDigitsMax + 1];              // by the number of digits
+  TopKBucket buckets[kTopKDigitsMax + 1];              // indexed by the number of digits examined
   std::uint32_t counts[kTopKDigitsMax][kTopKBuckets];  // of each digit; zero again after each topk
   std::uint32_t num_above[kTopKPartsMax];              // of each part
   std::uint32_t num_equal[kTopKPartsMax];

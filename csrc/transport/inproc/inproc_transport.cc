@@ -143,7 +143,7 @@ bool InprocRegistry::connect(InprocLink& link, std::uint64_t number) {
 }
 
 void InprocRegistry::deliver(const InprocLink& from, const FrameHeaderBytes& header, HeldFrame frame) {
-  Task refused;  // destroyed after the lock: on_sent is the user's
+  Task refused;  // destroyed after the lock is released, because it runs the user's on_sent
   const std::lock_guard lock(mutex_);
   InprocLink* const to = from.peer_;
   if (to == nullptr) return;

@@ -8,7 +8,7 @@
 
 namespace pipedream {
 
-// Every name of loopback that libzmq or a resolver knows: 127.0.0.0/8, ::1, localhost, the interface lo.
+// Whether the host is an address of 127.0.0.0/8, ::1, the name localhost or the interface lo.
 [[nodiscard]] bool is_loopback(const std::string& host);
 
 // The form of options.bind_host that zmq_bind takes, without the port: "tcp://127.0.0.1". Throws UserError

@@ -1,5 +1,6 @@
-// libzmq's C interface, loaded at run time, so that no header and no link-time dependency is needed. Names
-// and values are those of zmq.h 4.3, whose interface is stable. Only the parts used here are declared.
+// Declares libzmq's C interface, which is loaded at run time, so that no header and no link-time dependency
+// is needed. Names and values are those of zmq.h 4.3, whose interface is stable. Only the parts used here are
+// declared.
 //
 // Each path is loaded once and never unloaded. Any thread; a socket belongs to one thread at a time.
 #pragma once
@@ -114,7 +115,8 @@ struct LibZmq {
   [[nodiscard]] std::string last_error() const;
 };
 
-// `path`, else $PIPEDREAM_LIBZMQ, else the system's libzmq.so.5. Throws UserError naming what was tried.
+// Loads `path`, else $PIPEDREAM_LIBZMQ, else the system's libzmq.so.5. Throws UserError naming what was
+// tried.
 [[nodiscard]] const LibZmq& load_libzmq(const std::string& path);
 
 }  // namespace pipedream

@@ -2,8 +2,8 @@
 // without keys it lets in connectors that say the link's token. Each listening link is a ZAP domain and lets
 // one connection through its handshake, so a second connector is refused at once.
 //
-// Two simpler ways fail. zmq_unbind() after the first connection also ends that connection. A PAIR socket
-// alone would silently keep a second connection open for ever.
+// Two simpler ways to limit a link to one connection fail. zmq_unbind() after the first connection also ends
+// that connection. A PAIR socket alone would silently keep a second connection open for ever.
 //
 // Runs on the thread that drives, except the constructor and the domains.
 #pragma once
@@ -27,8 +27,8 @@ class ZapDomains {
  public:
   // token: empty where there are keys. on_enter: called by the handler when a connection is let in.
   void add(const std::string& domain, std::string token, std::function<void()> on_enter);
-  // Call it on the handler's thread, or when there is no such thread: then on_enter is not running.
-  // Idempotent.
+  // Call it on the thread that runs ZapHandler::answer(), or when answer() cannot run, because answer() calls
+  // on_enter. Idempotent.
   void remove(const std::string& domain);
 
   [[nodiscard]] bool knows(const std::string& domain, std::string_view token) const;

@@ -61,7 +61,7 @@ namespace {
 constexpr std::string_view kScheme = "tcp://";
 constexpr const char* kEndpointLooks = "an endpoint looks like tcp://127.0.0.1:40001";
 constexpr std::chrono::milliseconds kTakenPortsPeriod{20};
-constexpr int kNumMessagesPerRound = 16;  // of one link, before the next link's turn
+constexpr int kNumMessagesPerRound = 16;  // messages of one link that are read before the next link's turn
 
 bool is_ipv6(const std::string& address) { return address.find('[') != std::string::npos; }
 
@@ -165,8 +165,8 @@ void ZmqLink::bind() {
   shared_.zap_domains.add(domain_, token_, [this] { await_hello(); });
 }
 
-// Tries the ports again and again until one is free. All workers of a machine share a range, also while some
-// links close and others open.
+// Tries the ports again and again until one is free. All workers of a machine share the range, so a port may
+// become free when a link of another worker closes.
 void ZmqLink::bind_to(const std::string& host) {
   if (!shared_.options.ports) {
     if (try_bind(host + ":*")) return;

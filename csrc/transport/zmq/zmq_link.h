@@ -2,9 +2,9 @@
 // thread that drives uses the sockets. libzmq needs a fence between two threads that use a socket; the mutex
 // under which threads begin and stop driving is such a fence.
 //
-//   send      caller -> task queue -> who drives: header and payload, two parts -> I/O thread -> TCP
+//   send      caller -> task queue -> driving thread: header and payload, two parts -> I/O thread -> TCP
 //             the payload is the caller's memory; libzmq's free callback is on_sent
-//   receive   TCP -> I/O thread -> message (libzmq's memory) -> who drives -> handler, no copy
+//   receive   TCP -> I/O thread -> message (libzmq's memory) -> driving thread -> handler, no copy
 //   loss      the monitor reports at once when a connection ends; LinkCore notices a silent peer
 //
 // If both ends are on one host and share memory, frames without a payload take rings in that memory instead
@@ -40,7 +40,7 @@ namespace pipedream {
 
 class ZmqReceived;
 
-// The descriptor that becomes readable on activity of the socket; see the top.
+// The descriptor that becomes readable on activity of the socket; the head of this file says how to read it.
 [[nodiscard]] int descriptor_of(const LibZmq& zmq, void* socket);
 
 // Payloads that libzmq still reads. Places are reused, so memory is allocated only when libzmq holds more
@@ -90,8 +90,9 @@ struct ZmqShared {
   SentPayloads sent_payloads{};
   std::atomic<std::uint64_t> next_link_number{0};
   std::unique_ptr<RingBoard> board{};    // serves the rings of all links; null: no memory is shared
-  std::vector<ZmqLink*> marked_links{};  // for the thread that drives
-  std::vector<ZmqLink*> ring_links{};    // likewise; by number on the board; null: no rings
+  std::vector<ZmqLink*> marked_links{};  // used by the thread that drives
+  std::vector<ZmqLink*>
+      ring_links{};  // likewise; indexed by number on the board; null where a link has no rings
 };
 
 class ZmqLink final : public LinkCore {
@@ -124,8 +125,8 @@ class ZmqLink final : public LinkCore {
   [[nodiscard]] bool deliver_rings();
 
  private:
-  // The value that stands for any connection. Connections are named by their file descriptors, because a
-  // listener may also see strangers' connections end.
+  // The value of peer_fd_ until the peer's HELLO has come. Connections are named by their file descriptors,
+  // because a listener may also see strangers' connections end.
   static constexpr int kAnyFd = -1;
 
   void watch_traffic() override;

@@ -53,8 +53,8 @@ class ZmqTransport final : public TransportCore {
   }
 
  private:
-  static constexpr std::uint64_t kZapName = 1;   // not the name of a link
-  static constexpr std::uint64_t kBellName = 3;  // not the name of a link
+  static constexpr std::uint64_t kZapName = 1;   // no link has this name: see ZmqLink::note_ready
+  static constexpr std::uint64_t kBellName = 3;  // no link has this name
 
   static std::optional<std::vector<CurveKey>> allowed_keys(const TransportOptions& options) {
     if (!options.keys) return std::nullopt;
