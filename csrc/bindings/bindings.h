@@ -1,4 +1,4 @@
-// The bindings of each subsystem; module.cc calls them.
+// Declares the functions that bind the subsystems; module.cc calls them.
 #pragma once
 
 #include <pybind11/pybind11.h>

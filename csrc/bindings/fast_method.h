@@ -40,7 +40,7 @@ template <class Call>
   return pybind11::reinterpret_borrow<pybind11::list>(argument);
 }
 
-// method: (Self&, FastArguments) -> object. name: a literal.
+// Binds `method`, a function (Self&, FastArguments) -> object. name: a literal, because it is not copied.
 template <class Self, auto method, std::size_t kNumArguments>
 void def_fast(const pybind11::object& bound_class, const char* name) {
   static const char* const called = name;

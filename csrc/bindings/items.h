@@ -25,7 +25,7 @@ struct ItemHolder {
 
 // An item outside the schedule.
 struct PyItem {
-  std::shared_ptr<Pool> pool;  // outlives what the item leases
+  std::shared_ptr<Pool> pool;  // keeps the memory of the item's leases
   std::optional<ReceivedItem> received;
   DeviceType device = DeviceType::kHost;
   int device_index = 0;

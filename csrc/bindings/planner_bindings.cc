@@ -1,4 +1,4 @@
-// Binds for pipedream._core the exact partition, and the memory and time of plans. Called with the GIL held.
+// Binds for pipedream._core the exact partition and the memory of plans. Called with the GIL held.
 // Python passes
 //   layers    as one list per figure, with one entry per layer
 //   stages    as tuples (first_layer, last_layer, num_replicas)

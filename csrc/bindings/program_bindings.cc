@@ -63,7 +63,7 @@ py::dict to_dict(const ReplayReport& report) {
   return result;
 }
 
-// The names of an enum's values, in their order.
+// The names of the values of Scope, Stash and Duration (schedule/opcode.h), in the order of the values.
 constexpr auto kScopes = std::to_array<const char*>({"microbatch", "round", "boundary"});
 constexpr auto kStashes = std::to_array<const char*>({"none", "kept", "restored", "released"});
 constexpr auto kDurations =

@@ -1,6 +1,6 @@
 // Binds for pipedream._core the replay of programs in time (planner/replay.h). For Python, durations are
 // objects of the types in durations.h, and an opcode is its name. Called with the GIL held. A replay runs
-// without the GIL, and takes it to call `shuffled`.
+// without the GIL, and takes it to call Python's function `shuffled`.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

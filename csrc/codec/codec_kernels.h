@@ -23,8 +23,8 @@ struct TopKEncode {
   const T* values;
   NumberOf<T>* residual;
   std::uint32_t* indices;
-  SentOf<T>* chosen_values;  // follow the indices; until they are written, the list of candidates may use
-                             // this memory
+  // The values follow the indices. Before they are written, the list of candidates may use their memory.
+  SentOf<T>* chosen_values;
 };
 
 // The arguments' memory does not overlap, and encoded bytes are 4-byte aligned. The first four functions are

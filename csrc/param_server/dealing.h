@@ -27,8 +27,8 @@
 
 namespace pipedream {
 
-using ShardIndex =
-    StrongId<struct ShardIndexTag>;  // position among the stage's owners: replicas, then spares
+// The position among the stage's owners of shards: the replicas, then the spares.
+using ShardIndex = StrongId<struct ShardIndexTag>;
 
 // Consecutive elements of a parameter.
 struct ShardPiece {

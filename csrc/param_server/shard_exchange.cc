@@ -315,8 +315,8 @@ void ShardExchange::collect_pushed() {
 Result<bool> ShardExchange::pull_from(ReplicaIndex other, Deadline deadline) {
   const ExchangePeer& from = peer(other);
   const WeightVersion version = newest_pulled_.at(other).next();
-  const std::optional<SlotIndex> own_slot =
-      slot_with(version);  // none: no forward reads this version any more
+  // Empty if no forward reads this version any more.
+  const std::optional<SlotIndex> own_slot = slot_with(version);
   for (; num_chunks_pulled_ < from.shard.chunks.size(); ++num_chunks_pulled_) {
     const ExchangeChunk& chunk = from.shard.chunks[num_chunks_pulled_];
     auto received = carrier_.receive(from.pull_from, deadline);

@@ -174,7 +174,7 @@ class ScheduleOptions:
         evaluates: bool = False,
     ) -> None: ...
     def with_recompute(self, recompute: Sequence[bool]) -> ScheduleOptions:
-        """Returns the same options with another recompute."""
+        """Returns these options with another value of recompute."""
     @property
     def schedule(self) -> str: ...
     @property
@@ -249,7 +249,7 @@ def exclusions() -> list[tuple[str, str, str, str]]:
     remedy."""
 
 def trait_names() -> dict[str, str]:
-    """Returns the traits' names in the printed table, by key."""
+    """Returns by key the names with which a table for users names the traits."""
 
 def num_microbatches_min(schedule: str, in_flight: Sequence[int], placement: Placement) -> int: ...
 def drains_every_minibatch(options: ScheduleOptions) -> bool: ...
@@ -293,12 +293,13 @@ def replay(
 
 def edges_of(options: ScheduleOptions) -> list[Edge]: ...
 def items_of(options: ScheduleOptions, edge: Edge) -> tuple[int, int]:
-    """Returns (first, stride)."""
+    """Returns (first, stride): the edge's items have the numbers first, first + stride, and so on. With a
+    stride of 0 they have any ascending numbers from first on."""
 
 def add_transfers(
     options: ScheduleOptions, programs: Sequence[Sequence[Instruction]], num_minibatches: int
 ) -> list[list[Instruction]]:
-    """Adds the sends and receives to lists of what all workers compute."""
+    """Adds the SENDs and RECVs to programs that have only computing instructions, one for each worker."""
 
 def print_programs(programs: Sequence[Sequence[Instruction]]) -> str: ...
 def parse_programs(text: str) -> list[list[Instruction]]: ...
@@ -376,32 +377,32 @@ def memory_of_plan(
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
     frozen_bytes: Sequence[float] = (),
 ) -> list[float]:
-    """Returns the bytes of a replica of each stage.
+    """Returns the bytes of one replica of each stage.
 
-    stages: (first_layer, last_layer, num_replicas) of each stage. num_versions: without those of
-    staleness."""
+    stages: (first_layer, last_layer, num_replicas) of each stage. num_versions: the weight versions that each
+    stage keeps, without those that a staleness adds."""
 
 class StageDurations:
     """How long a stage's work takes, in milliseconds. Forward and backward times are per microbatch,
     update_ms is per update.
 
-    recompute_ms: time to repeat a forward. None: as forward_ms.
-    pull_ms: time in which a replica pulls a shard from one other replica. push_ms: time of a push; None: as
-        pull_ms.
+    recompute_ms: time to repeat a forward; None: forward_ms.
+    pull_ms: time in which a replica pulls a shard from one other replica.
+    push_ms: time in which a replica pushes a shard's gradients to its owner; None: pull_ms.
     later_forward_ms, later_backward_ms: times of the second and later microbatches of a minibatch. They may
-        differ from the first's, which finds a new version and no gradients yet. None: as the first.
-    sync_latency_ms: latency of each push and pull, in addition.
-    num_replicas: number of the stage's replicas. Spares are numbered after the replicas.
+        differ from the first's, which finds a new version and no gradients yet. None: as the first's.
+    sync_latency_ms: latency that every push and pull adds.
+    num_replicas: number of the stage's replicas. Owners with higher numbers are spares. None: no spares.
     spare_push_ms: time of a push to a spare.
     spare_pull_ms: time that a pull from a spare still takes after all pushes have arrived. A spare sends new
         chunks while it receives gradients, so part of the pull is done by then.
     num_chunks: number of equal chunks in which a shard is sent. The owner updates a chunk and sends its new
         version while the next chunks arrive.
-    push_leads_ms: for each owner, two times: how long before the end of the last backward its first chunk is
-        pushed, and its last chunk. Empty: all chunks are pushed after the backward.
+    push_leads_ms: two times for each owner, counted back from the end of the last backward: when its first
+        chunk is pushed, and its last. Empty: all chunks are pushed after the backward.
     updates_whole: whether an update waits for all chunks, as it must if norms of gradients are computed.
-    wakings_ms: a worker's first work after a wait is slower. For each entry of waking_after_ms (simulate()),
-        the additional time of a forward, a backward and an update after a wait of that length or longer.
+    wakings_ms: additional times of a forward, a backward and an update that come first after a wait. There is
+        one entry for each wait's length in waking_after_ms (simulate()).
     """
 
     def __init__(
@@ -435,8 +436,9 @@ class StageDurations:
 
 class BoundaryDurations:
     """How long one microbatch's tensors take to cross a boundary, downstream and upstream, in milliseconds.
-    During latency_ms, which is added, the link may already carry the next tensors. Tied parameters and norms
-    are assumed to take no time. For traffic between replicas see StageDurations.
+
+    latency_ms: time that every crossing adds. Meanwhile the link may already carry the next tensors. Tied
+        parameters and norms are assumed to take no time. Traffic between replicas is in StageDurations.
     """
 
     def __init__(self, activation_ms: float, gradient_ms: float, latency_ms: float = 0.0) -> None: ...
@@ -478,8 +480,9 @@ def simulate(
     """Returns three values: for each worker the begins and the ends of its instructions; the transfers; the
     values of summarize(). All times are in milliseconds.
 
-    host: the number of a machine's workers, and the speed of each while 1, 2, ... of them work. factors: by
-    opcode. shuffled: returns a worker's next deck of an opcode's factors. A transfer is (kind, from_worker,
+    host: the number of a machine's workers, and the speed of each while 1, 2, ... of them work. factors: for
+    each opcode, the ratios of single instructions' times to the mean time. shuffled: returns all factors of
+    an opcode in random order, for a worker to draw one after the other. A transfer is (kind, from_worker,
     to_worker, minibatch, microbatch, begin_ms, end_ms)."""
 
 def summarize(
@@ -498,7 +501,9 @@ def replica_weight_bytes(
     factored_bytes: float = 0.0,
     factor_bytes: float = 0.0,
 ) -> float:
-    """share: the share of the weights that the replica owns. None: an equal share."""
+    """Returns the bytes of a replica's weight versions, gradients, optimizer state and slots for exchange.
+
+    share: the share of the weights that the replica owns. None: an equal share."""
 
 def weight_layout(parameters: Sequence[tuple[str, str, int]]) -> tuple[int, list[int]]:
     """Returns the bytes of a slot and the offset of each parameter.
@@ -521,8 +526,8 @@ def sgd_step(
     stream: int = 0,
     num_threads: int = 1,
 ) -> None:
-    """tensors: (num_elements, weight_in, weight_out, gradient, momentum_buffer, master) of each tensor. All
-    but the first are addresses; master is 0 unless the dtype is bfloat16."""
+    """Makes a step of SGD. tensors: (num_elements, weight_in, weight_out, gradient, momentum_buffer, master)
+    of each tensor. All but the first are addresses; master is 0 unless the dtype is bfloat16."""
 
 def adam_step(
     tensors: Sequence[tuple[int, ...]],
@@ -545,8 +550,9 @@ def adam_step(
     stream: int = 0,
     num_threads: int = 1,
 ) -> None:
-    """tensors: (num_elements, weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, master)
-    of each tensor. All but the first are addresses; master is 0 unless the dtype is bfloat16."""
+    """Makes a step of Adam. tensors: (num_elements, weight_in, weight_out, gradient, exp_avg, exp_avg_sq,
+    max_exp_avg_sq, master) of each tensor. All but the first are addresses; master is 0 unless the dtype is
+    bfloat16."""
 
 def deal_shards(
     parameters: Sequence[tuple[str, str, int]],
@@ -558,10 +564,10 @@ def deal_shards(
     """Returns the chunks: (shard, begin_bytes, end_bytes, pieces). A piece is (parameter, first element,
     number of elements). The shards of spares come after those of replicas."""
 
-SHARD_CHUNK_BYTES_MIN: int  # the largest chunk's bytes in the smallest shards, and in all shards with spares
+SHARD_CHUNK_BYTES_MIN: int  # the most bytes of a chunk if the shard is small or the stage has spares
 EVALUATED_MINIBATCHES_MAX: int  # the most validation minibatches of one evaluation
-NUM_EVALUATION_SLOTS: int  # the validation minibatches that a receiver of an edge has room for
-NUM_SPARE_SLOTS: int  # a spare's slots for the chunks of one replica
+NUM_EVALUATION_SLOTS: int  # validation minibatches that wait at a receiving stage at most
+NUM_SPARE_SLOTS: int  # slots in which a spare receives one replica's chunks
 
 def shard_chunk_bytes_max(shard_bytes: int) -> int: ...
 def shard_shares(num_replicas: int, num_spares: int) -> list[int]: ...
@@ -574,19 +580,22 @@ def aggregate(
     dtype: str,
     num_threads: int = 1,
 ) -> None:
-    """parts, mean: addresses in host memory. mean may be one of the parts."""
+    """Writes the parts' sum / num_minibatches to mean. parts, mean: addresses in host memory. mean may be one
+    of the parts."""
 
 def push_slot_bytes(shards: Sequence[tuple[list[Any], str]], codec: str) -> int:
-    """Returns the bytes of a push slot. shards: those of all other owners, as in
-    bindings/shard_exchange_type.h."""
+    """Returns the bytes of a push slot (param_server/shard_pushes.h). shards: the shards of all other owners,
+    as in bindings/shard_exchange_type.h."""
 
 class ShardExchange:
     def push_ready(self, parameter: int, gradient: Any, num_summed: int) -> None:
-        """Gives a gradient of the round, as a flat tensor, and sends the chunks that are complete."""
+        """Gives the exchange a parameter's gradient as a flat tensor, and sends the chunks whose gradients are
+        all given. None: the parameter has no gradient."""
     def push_factors(self, factors: list[Any], num_summed: int) -> None: ...
     def push(self, round: int, gradients: list[Any], num_summed: int) -> None:
-        """Gives the gradients of the round that are not given yet, by parameter, sends the other chunks, and
-        keeps the gradients for the round's update. None: the parameter has no gradient."""
+        """Gives the exchange the gradients of the round that are not given yet, and sends their chunks. Keeps
+        the gradients for the round's update. gradients: by parameter. None: the parameter has no
+        gradient."""
     def begin_update(self, round: int) -> tuple[int, dict[int, list[Any]]]:
         """Returns the number of the round's minibatches, and the factors by replica."""
     def wait_for_readers(self, slot: int) -> None: ...
@@ -597,7 +606,7 @@ class ShardExchange:
     def publish(self, chunk: int) -> None: ...
     def end_version(self) -> None: ...
     def wait_for_pushes(self, num_rounds_left: int) -> None:
-        """Waits until pushes of at most num_rounds_left rounds are still to be sent."""
+        """Waits until at most num_rounds_left rounds have pushes that are not sent."""
     def pull_from(self, other: int) -> None: ...
     def note_version(self, slot: int) -> None: ...
     def whole_version(self) -> int: ...
@@ -618,14 +627,14 @@ def segment_arena_bytes() -> tuple[int, int]:
 DTYPES: list[str]  # the dtypes that channels can send, by torch's names
 SHARED_MEMORY: str  # the transport of a channel if both ends map the receiver's host memory
 CUDA_IPC: str  # the transport of a channel if the sender maps the receiver's device memory
-STAGING_TERM: str  # this prefix and a channel's name are the name of its memory term; so are the next two
+STAGING_TERM: str  # prefixes of the names of a channel's memory terms; the channel's name follows
 RESIDUAL_TERM: str
 ENCODED_TERM: str
 
 def slot_stride_bytes(slot_bytes: int) -> int: ...
 
-NUM_TENSORS_MAX: int  # tensors of a channel's item
-NUM_DIMS_MAX: int  # dimensions of such a tensor
+NUM_TENSORS_MAX: int  # the most tensors of one item of a channel
+NUM_DIMS_MAX: int  # the most dimensions of a tensor that a channel sends
 COMPUTED_LATER: int
 
 def channel_bytes(tensors: Sequence[tuple[str, int, int]], codec: str) -> tuple[int, int, int, bool]:
@@ -666,7 +675,8 @@ class WorkItem:
     """EVALUATE: there are no more validation minibatches, so there is nothing to compute."""
     loss_scale: float
     boundary_events: int
-    """FORWARD: events due before the minibatch's group. DONE: events due at the end."""
+    """FORWARD: bits of the events due at the last boundary up to the minibatch (stage/boundaries.py). DONE:
+    those due at the end."""
     freed_slot: int
     """The slot whose version is no longer read after the previous item; -1 if there is none."""
     num_minibatches: int
@@ -776,8 +786,9 @@ class Worker:
     def hold_slot(self, term: str) -> Any:
         """Returns a flat uint8 tensor over a slot of the term."""
     def residuals(self, channel: str) -> list[list[Any]]:
-        """Returns flat uint8 tensors over the codec's residuals, by item in turn and by tensor. Call it after
-        seal(), before the first item or when all items are sent."""
+        """Returns the values that the codec of a sending channel has not sent yet, as flat uint8 tensors. Items
+        use the lists in turn; a list has one tensor for each tensor of an item. Call it after seal(), before
+        the first item or when all items are sent."""
     def start(
         self,
         *,
