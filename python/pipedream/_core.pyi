@@ -85,7 +85,6 @@ class Placement:
     @property
     def num_ranks(self) -> int: ...
     def num_replicas(self, stage: int) -> int: ...
-    def num_owners(self, stage: int) -> int: ...
     @property
     def num_spares(self) -> int: ...
     def rank_of(self, stage: int, replica: int = 0) -> int: ...
@@ -358,7 +357,6 @@ def partition_within(
     num_replicas_max: int,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
     frozen_bytes: Sequence[float] = (),
-    num_microbatches: int = 1,
 ) -> tuple[list[tuple[int, int, int]], float, list[bool], list[float]] | None:
     """Returns ([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes). None: no
     plan fits."""
@@ -589,8 +587,8 @@ def push_slot_bytes(shards: Sequence[tuple[list[Any], str]], codec: str) -> int:
 
 class ShardExchange:
     def push_ready(self, parameter: int, gradient: Any, num_summed: int) -> None:
-        """Gives the exchange a parameter's gradient as a flat tensor, and sends the chunks whose gradients are
-        all given. None: the parameter has no gradient."""
+        """Gives the exchange a parameter's gradient as a flat tensor, and sends the chunks whose gradients
+        are all given. None: the parameter has no gradient."""
     def push_factors(self, factors: list[Any], num_summed: int) -> None: ...
     def push(self, round: int, gradients: list[Any], num_summed: int) -> None:
         """Gives the exchange the gradients of the round that are not given yet, and sends their chunks. Keeps
@@ -786,9 +784,9 @@ class Worker:
     def hold_slot(self, term: str) -> Any:
         """Returns a flat uint8 tensor over a slot of the term."""
     def residuals(self, channel: str) -> list[list[Any]]:
-        """Returns the values that the codec of a sending channel has not sent yet, as flat uint8 tensors. Items
-        use the lists in turn; a list has one tensor for each tensor of an item. Call it after seal(), before
-        the first item or when all items are sent."""
+        """Returns the values that a sending channel's codec has not sent yet, as flat uint8 tensors. Items use
+        the lists in turn; a list has one tensor for each tensor of an item. Call it after seal(), before the
+        first item or when all items are sent."""
     def start(
         self,
         *,
