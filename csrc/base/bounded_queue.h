@@ -21,7 +21,7 @@ class BoundedQueue {
     PD_CHECK(num_items_max > 0, "num_items_max " << num_items_max);
   }
 
-  // Waits for room and adds the item. False once the queue is closed; then the item is not added.
+  // Waits for room and adds the item. If the queue is closed, returns false and does not add it.
   [[nodiscard]] bool push(T item) {
     std::unique_lock lock(mutex_);
     room_.wait(lock, [&] { return closed_ || !items_.full(); });
@@ -32,7 +32,7 @@ class BoundedQueue {
     return true;
   }
 
-  // Waits for an item. Empty once the queue is closed and has no more items.
+  // Waits for an item and removes it. Returns nothing once the queue is closed and empty.
   [[nodiscard]] std::optional<T> pop() {
     std::unique_lock lock(mutex_);
     available_.wait(lock, [&] { return closed_ || !items_.empty(); });

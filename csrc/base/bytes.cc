@@ -11,7 +11,7 @@ std::string format_bytes(std::size_t num_bytes) {
   if (num_bytes < 1024) return std::to_string(num_bytes) + " bytes";
   double scaled = static_cast<double>(num_bytes) / 1024;
   std::size_t unit_index = 0;
-  // 1023.995 would print as 1024.00 of the smaller unit.
+  // From 1023.995 on, two decimals would print 1024.00 of this unit, so the next unit is taken.
   while (scaled >= 1023.995 && unit_index + 1 < kUnits.size()) {
     scaled /= 1024;
     ++unit_index;

@@ -1,14 +1,14 @@
-// Derives seeds from a seed and a number: for a minibatch, for a microbatch in it, for each place where a
-// model draws random numbers. Pure; any thread.
+// Derives seeds from one seed and a number, for instance the number of a minibatch or of a random draw in the
+// model. Pure; any thread.
 #pragma once
 
 #include <cstdint>
 
 namespace pipedream {
 
-// The number with index `number` of the sequence that SplitMix64 (Steele, Lea and Flood, 2014) makes from the
-// seed. It has 63 bits, because torch takes a signed number. Every random draw needs such a seed, so the
-// computation costs next to nothing.
+// Returns the entry at index `number` of the sequence that SplitMix64 (Steele, Lea and Flood, 2014) makes
+// from the seed. The result has 63 bits, because torch takes a signed number. Every random draw of a model
+// calls this, so it must be cheap.
 [[nodiscard]] constexpr std::int64_t derived_seed(std::uint64_t seed, std::uint64_t number) {
   std::uint64_t mixed = seed + (number + 1) * 0x9E3779B97F4A7C15U;
   mixed = (mixed ^ (mixed >> 30U)) * 0xBF58476D1CE4E5B9U;

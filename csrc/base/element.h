@@ -1,12 +1,13 @@
-// Converts between elements of a tensor and the numbers that they stand for: 16-bit floats and their
-// rounding. Host and device compile this same text. Pure; any thread. C++17, because nvcc compiles it too. It
-// includes no other file of this project.
+// Converts elements of tensors, among them 16-bit floats, to the numbers that they stand for, and back with
+// rounding. Host and device compile this same text, so it is C++17 (for nvcc) and includes no other file of
+// this project. Pure; any thread.
 //
-// Everything has internal linkage. The host kernels are compiled once per instruction set. If the linker
-// shared one copy of a function between them, it could have instructions that the processor lacks.
+// All functions have internal linkage. The host kernels are compiled once per instruction set. If the linker
+// shared one copy of a function between them, that copy might use instructions that the processor lacks.
 //
-// The code selects values and does not branch, so that loops vectorise. Integers are used where floating
-// point does not define which NaN results, so that all processors give the same bits.
+// The code selects values and does not branch, so that loops vectorise. Floating point leaves open which NaN
+// results from an operation. Where that matters the code uses integers, so that all processors give the same
+// bits.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@
 
 namespace pipedream {
 
-// 16-bit elements as they are in memory. Arithmetic on them is done in float32.
+// These types hold 16-bit floats as they lie in memory. Arithmetic on them is done in float32.
 struct BFloat16 {
   std::uint16_t bits;
 };
@@ -29,12 +30,12 @@ struct Float16 {
   std::uint16_t bits;
 };
 
-// The type for arithmetic on an element, and for state that belongs to it, such as an optimizer's or topk's
-// residual.
+// NumberOf<T> is the type for arithmetic on an element of type T, and for state that belongs to the element,
+// such as its momentum: double for double, float for all other types.
 template <class T>
 using NumberOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// The bits of a number without its sign, compared as integers, are ordered like its magnitude.
+// Describes the bits of a float type. If the sign bit is masked out, larger bits mean a larger magnitude.
 template <class T>
 struct FloatLayout;
 template <>
@@ -70,10 +71,12 @@ PD_ELEMENT T from_bits(typename FloatLayout<T>::Bits bits) {
 
 // ---- Rounding to 16 bits ----
 
-// Rounds a float64 to kMantissaBits, to nearest even, and returns the result as a float32, which holds it
-// exactly. To convert the float64 to float32 first would round twice. Adding and subtracting `magic` does the
-// rounding: the lowest bit of `magic` has the value of the lowest bit that is kept. kExponentMin and
-// kExponentMax are the exponents of the narrow format, which has fewer bits below kExponentMin.
+// Rounds a float64 to kMantissaBits bits of mantissa, to nearest even. A float32 holds the result exactly. A
+// conversion of the float64 to float32 first would round twice.
+//
+// The rounding is done by adding and subtracting `magic`, because the lowest bit of `magic` has the value of
+// the lowest bit to keep. kExponentMin and kExponentMax are the smallest and the largest exponent of the
+// narrow format. Numbers below 2^kExponentMin have fewer bits in that format.
 template <int kMantissaBits, int kExponentMin, int kExponentMax>
 PD_ELEMENT float rounded_to_float(double value) {
   constexpr std::uint64_t kExponentOne = std::uint64_t{1} << 52;
@@ -120,7 +123,8 @@ PD_ELEMENT std::uint16_t to_float16(float value) {
   const auto magnitude = static_cast<std::int32_t>(bits & FloatLayout<float>::kMagnitude);
   const auto bounded = static_cast<std::uint32_t>(magnitude < kBeyond ? magnitude : kBeyond);
   const std::uint32_t normal = (bounded - kExponentShift + 0xfffU + ((bounded >> 13) & 1U)) >> 13;
-  // The last bit of the float32 0.5 counts 2^-24, float16's smallest number. So adding 0.5 rounds to it.
+  // The last bit of the float32 0.5 is worth 2^-24, which is float16's smallest number. So adding 0.5 rounds
+  // to a multiple of that number.
   const std::uint32_t subnormal = bits_of(from_bits<float>(bounded) + 0.5F) - 0x3f000000U;
   const std::uint32_t rounded = sign | (magnitude < kSmallestNormal ? subnormal : normal);
   return static_cast<std::uint16_t>(is_nan_bits(bits) ? 0x7e00U : rounded);
@@ -148,7 +152,7 @@ PD_ELEMENT double number_of(double element) { return element; }
 PD_ELEMENT float number_of(BFloat16 element) { return from_bfloat16(element.bits); }
 PD_ELEMENT float number_of(Float16 element) { return from_float16(element.bits); }
 
-// Rounds to nearest even. A number that is too large becomes infinite.
+// Converts a number to an element, rounding to nearest even. A number that is too large becomes infinite.
 template <class T, class Number>
 PD_ELEMENT T element_of(Number number) {
   if constexpr (std::is_same_v<T, BFloat16>) {

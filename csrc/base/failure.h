@@ -22,13 +22,13 @@ class UserError : public std::runtime_error {
 };
 
 enum class FailureKind {
-  kPeerLost,      // the connection ended without a BYE frame, or its beats stopped
-  kTimeout,       // nothing happened within the bound
-  kCorruptFrame,  // bytes that are not a frame of this protocol, or not what the plan allows here
+  kPeerLost,      // the connection ended without a BYE frame, or the peer's BEAT frames stopped
+  kTimeout,       // nothing happened within the time limit of a wait
+  kCorruptFrame,  // the bytes are no frame of this protocol, or the plan does not allow the frame here
   kAborted,       // the peer said that it stops, and why
   kClosed,        // used after close
   kDeviceError,   // this worker's own device refused a call, or earlier work on it failed
-  kUncaught,      // an error on a thread of the core, which cannot throw it to anyone
+  kUncaught,      // an error on a thread of the core, which has no caller that could catch it
 };
 
 [[nodiscard]] std::string_view failure_kind_name(FailureKind kind);  // "PeerLost", "Timeout", ...

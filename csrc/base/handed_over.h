@@ -27,10 +27,9 @@ inline void note_taken_over([[maybe_unused]] void* object) {
 #endif
 }
 
-// Closes a file of memfd_create(). The sanitizer sees neither memfd_create() nor the close() calls of
-// libraries that are not instrumented. A library's closed descriptor may have had the same number. Without
-// this function the sanitizer would take both files for one, and report a race with a thread that watched the
-// library's file.
+// Closes a file of memfd_create(). The sanitizer does not see memfd_create(), nor close() calls inside
+// libraries that are not instrumented. So it may take the file for an earlier one that had the same
+// descriptor. Without this function it would then report a race with a thread that watched the earlier file.
 inline void close_memory_file(int fd) {
 #if defined(__SANITIZE_THREAD__)
   AnnotateIgnoreWritesBegin(__FILE__, __LINE__);

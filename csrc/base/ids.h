@@ -29,7 +29,7 @@ using ReplicaIndex = StrongId<struct ReplicaIndexTag>;  // local to its stage
 using Rank = StrongId<struct RankTag>;                  // global
 using MinibatchId = StrongId<struct MinibatchIdTag>;    // counted through all epochs, from 0
 using MicrobatchIndex = StrongId<struct MicrobatchIndexTag>;
-using WeightVersion = StrongId<struct WeightVersionTag>;  // state after that many updates
+using WeightVersion = StrongId<struct WeightVersionTag>;  // the weights after that many updates
 using SlotIndex = StrongId<struct SlotIndexTag>;
 
 }  // namespace pipedream

@@ -26,8 +26,8 @@ class NewestLog {
     }
   }
   [[nodiscard]] std::uint64_t num_added() const { return num_added_; }
-  // The item with this number, counted from 0 in the order of adding. Null if it does not exist, or if a
-  // newer item has taken its place.
+  // Returns the item with this number, where items are numbered from 0 in the order of adding. Returns null
+  // if there is no such item, or if a newer item has taken its place.
   [[nodiscard]] T* find(std::uint64_t number) {
     if (number >= num_added_ || num_added_ - number > items_.size()) return nullptr;
     return &items_[static_cast<std::size_t>(number % num_kept_max_)];

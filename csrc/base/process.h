@@ -15,16 +15,16 @@ void die_with_parent(int parent_pid);
 // 100 us on virtual machines.
 void keep_freed_memory();
 
-// Remembers the process in which it was made. A child of fork() lacks the threads, sockets and streams of its
-// parent, so objects that use these call is_this() first. This happens several times per frame, so is_this()
-// only reads memory; getpid() would be a system call.
+// A HomeProcess remembers the process in which it was made. A child of fork() lacks the threads, sockets and
+// streams of its parent, so objects that use these call is_this() first. They call it several times per frame
+// on the wire. So is_this() only reads memory; getpid() would be a system call.
 class HomeProcess {
  public:
   HomeProcess();
   [[nodiscard]] bool is_this() const { return num_forks_ == num_forks_here.load(std::memory_order_relaxed); }
 
  private:
-  static std::atomic<int> num_forks_here;  // fork()s between the first process and this one
+  static std::atomic<int> num_forks_here;  // how many fork()s lie between the first process and this one
 
   const int num_forks_;
 };

@@ -6,7 +6,7 @@
 
 namespace pipedream {
 
-// Random bytes from the kernel as lower-case hexadecimal digits; num_digits is even.
+// Returns random bytes from the kernel as lower-case hexadecimal digits. num_digits must be even.
 [[nodiscard]] std::string random_hex(std::size_t num_digits);
 
 }  // namespace pipedream

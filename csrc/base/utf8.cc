@@ -6,7 +6,7 @@
 namespace pipedream {
 namespace {
 
-// The number of bytes of the character at the text's beginning; 0 if the character is not valid.
+// Returns the number of bytes of the character at the text's beginning, or 0 if it is not valid UTF-8.
 std::size_t character_bytes(std::string_view text) {
   const auto first = static_cast<unsigned char>(text.front());
   if (first < 0x80) return 1;
