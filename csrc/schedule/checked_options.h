@@ -1,6 +1,6 @@
-// Derives facts about each stage and worker from the schedule's options, for the sources of this folder
-// alone; program.h has the others. Expects options that check_schedule_options() has accepted, and stages and
-// ranks of the plan. Pure; any thread.
+// Derives facts about each stage and worker from the schedule's options. Only sources of this folder include
+// it; facts that others need are in program.h. It expects options that check_schedule_options() has accepted,
+// and stages and ranks of the plan. Pure; any thread.
 #pragma once
 
 #include <cstdint>
@@ -22,15 +22,14 @@ namespace pipedream {
 [[nodiscard]] std::int64_t in_flight_at(const ScheduleOptions& options, StageIndex stage);
 
 // The number of rounds by which an update comes later than the last backward that it needs. At a stage with
-// one replica it is 0. At a replicated stage it is half of the staleness, rounded up: the time for other
-// replicas' gradients to arrive. The rest of the staleness is the time for the new version to reach the other
-// replicas.
+// one replica it is 0. At a replicated stage it is half of the staleness, rounded up, which is the time for
+// other replicas' gradients to arrive.
 [[nodiscard]] std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] MicrobatchOrder order_of(const ScheduleOptions& options);
-// The stage's rounds, counted in positions of order_of() and not in microbatches. They include positions
-// whose microbatch does not exist.
+// The stage's rounds, but with positions of order_of() in place of microbatches. Positions without a
+// microbatch count too.
 [[nodiscard]] Rounds positions_of(const ScheduleOptions& options, StageIndex stage);
-// The largest number of positions of order_of() that the worker has forwarded and not yet backwarded.
+// The largest number of positions of order_of() that the worker may have forwarded and not yet backwarded.
 [[nodiscard]] std::int64_t window_of(const ScheduleOptions& options, Rank rank);
 // The rule for the versions that backwards read (program.cc).
 [[nodiscard]] VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage);

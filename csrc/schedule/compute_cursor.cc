@@ -71,8 +71,8 @@ bool ComputeCursor::may_set_num_minibatches(std::int64_t num_minibatches) const 
          positions_.num_own(replica_, num_minibatches) >= num_forwarded_;
 }
 
-// The next instruction of a listed program, with the run's minibatch and version. Where the stage recomputes,
-// a RECOMPUTE comes in front of each backward.
+// The next instruction of a written program, with the run's numbers of minibatch and version. If the stage
+// recomputes, a RECOMPUTE comes before each backward.
 std::optional<Instruction> ComputeCursor::listed() const {
   const std::int64_t first_version = rounds_.first_version().value();
   if (num_minibatches_) {
@@ -89,7 +89,7 @@ std::optional<Instruction> ComputeCursor::listed() const {
 }
 
 // Skips instructions of minibatches that the run does not have. The loop ends at the next instruction whose
-// minibatch the run has, or after the run's last update, when listed() returns nothing.
+// minibatch the run has. After the run's last update it ends because listed() returns nothing.
 void ComputeCursor::pass_over_absent_of_list() {
   if (!num_minibatches_) return;
   for (auto next = listed(); next && next->minibatch.value() >= *num_minibatches_; next = listed()) {
@@ -138,7 +138,8 @@ Instruction ComputeCursor::recompute_or_backward() const {
   return pass(opcode, positions_.minibatch_of(number), item, backward_rule_);
 }
 
-// A FORWARD, RECOMPUTE or BACKWARD of the item's microbatch, with the version that the rule gives.
+// Makes the FORWARD, RECOMPUTE or BACKWARD of the item's microbatch. The rule gives the version that it
+// reads.
 Instruction ComputeCursor::pass(Opcode opcode, MinibatchId minibatch, const MicrobatchOrder::Item& item,
                                 const VersionRule& rule) const {
   const MicrobatchIndex microbatch(item.microbatch);
@@ -154,8 +155,8 @@ bool ComputeCursor::must_recompute(StageIndex stage) const {
   return !options_.recompute.empty() && options_.recompute[static_cast<std::size_t>(stage.value())];
 }
 
-// Skips positions whose microbatch does not exist (microbatch_order.h). The loop ends within a minibatch's
-// positions, because the minibatch's first forward and its update always exist.
+// Skips positions whose microbatch does not exist (microbatch_order.h). The loop ends within one minibatch,
+// because its first forward and its update always exist.
 void ComputeCursor::pass_over_absent() {
   if (order_.num_chunks == 1) return;  // all positions exist
   const auto item_is_there = [&](std::int64_t index, bool is_forward) {

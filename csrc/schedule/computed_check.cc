@@ -9,17 +9,17 @@
 namespace pipedream {
 namespace {
 
-// The reason why an instruction cannot be done; an empty text if it can. The caller adds the instruction's
-// place in the list.
+// A Fault is the reason why an instruction is not allowed at its place; empty if it is allowed. The caller
+// adds the place in the list.
 using Fault = std::string;
 
 std::size_t index_of(Opcode opcode) { return static_cast<std::size_t>(opcode); }
 
 std::size_t index_of(StageIndex stage) { return static_cast<std::size_t>(stage.value()); }
 
-// Checks one stage's instructions in a list, one after the other, and counts what they do. An item is a
-// microbatch of the replica. Its number counts the replica's microbatches from the start of the run
-// (Rounds::own_index()).
+// Checks the instructions of one stage in a list, one after the other, and counts what they do. Here an item
+// is a microbatch of the replica. An item's number counts the replica's microbatches from the start of the
+// run (Rounds::own_index()).
 class StageChecker {
  public:
   StageChecker(const ScheduleOptions& options, StageReplica here, std::int64_t num_minibatches);
@@ -28,7 +28,7 @@ class StageChecker {
   void apply(const Instruction& instruction);
   [[nodiscard]] Fault missing_at_end() const;
 
-  // Whether backwards of this round are still to be done.
+  // Whether the stage still has backwards of this round to do.
   [[nodiscard]] bool has_backwards_left(std::int64_t round) const {
     return num_backwarded_ < end_of_round(round);
   }
@@ -57,8 +57,7 @@ class StageChecker {
     return "minibatch " + std::to_string(rounds_.minibatch_of(number).value()) + " microbatch " +
            std::to_string(rounds_.microbatch_of(number).value());
   }
-  // The number of the replica's own items before the round. end_of_round() is the number before the next
-  // round.
+  // How many of the replica's items come before the round. end_of_round() counts those before the next round.
   [[nodiscard]] std::int64_t begin_of_round(std::int64_t round) const {
     return std::min(num_own_, (round - rounds_.first_version().value()) * rounds_.own_per_round());
   }
@@ -74,23 +73,23 @@ class StageChecker {
   const std::int64_t num_microbatches_;
   const std::int64_t window_;
   const std::int64_t num_kept_;
-  const std::int64_t num_gradients_kept_;  // of rounds
+  const std::int64_t num_gradients_kept_;  // in rounds
   const bool drains_;
   const bool stashes_;
   const bool recomputes_;
 
-  std::array<std::int64_t, kOpcodeTraits.size()> num_done_{};  // items, by opcode
-  std::int64_t num_forwarded_ = 0;                             // items
+  // Instructions that the list has had so far, by opcode.
+  std::array<std::int64_t, kOpcodeTraits.size()> num_done_{};
+  std::int64_t num_forwarded_ = 0;  // items
   std::int64_t num_backwarded_ = 0;
   bool recomputed_ = false;  // whether the next item to go backward is recomputed
-  // The last boundary at which the list has an opcode of evaluations, and how many instructions with this
-  // opcode it has had there so far.
+  // The last boundary so far that has instructions of an opcode, and how many it has had. By opcode.
   struct AtBoundary {
     MinibatchId minibatch{-1};
     std::int64_t num_done = 0;
   };
   std::array<AtBoundary, kOpcodeTraits.size()> at_boundary_{};
-  std::int64_t newest_;  // the newest version; its number is also that of the next round to update
+  std::int64_t newest_;  // the number of the newest version and of the next round to update
   std::int64_t versions_live_max_ = 1;
   std::int64_t num_in_flight_max_ = 0;
 };
@@ -223,7 +222,8 @@ Fault StageChecker::check_behind_forward(const Instruction& instruction) const {
   return check_stashed(instruction);
 }
 
-// Allows one recomputed microbatch at a time. Otherwise the stage would hold the activations of several.
+// Allows only one recomputed microbatch at a time, because the stage has memory for one microbatch's
+// activations.
 Fault StageChecker::check_recomputed(const Instruction& instruction) const {
   if (traits_of(instruction.opcode).stash != Stash::kRestored) {
     return recomputes_ && !recomputed_ ? "the options ask for a recompute first" : "";
@@ -233,7 +233,7 @@ Fault StageChecker::check_recomputed(const Instruction& instruction) const {
   return "the microbatch before waits for its backward: only the next one is recomputed";
 }
 
-// If a stage keeps several versions, a backward must read its forward's version: the tensors that the forward
+// If a stage keeps several versions, a backward must read its forward's version. The tensors that the forward
 // has saved lie in that version's slot.
 Fault StageChecker::check_stashed(const Instruction& instruction) const {
   const WeightVersion forwarded =
@@ -253,8 +253,8 @@ Fault StageChecker::check_update(const Instruction& instruction) const {
     return "the gradient is not complete: the backward of " + std::to_string(num_done) + " of " +
            std::to_string(num_needed) + " microbatches was done";
   }
-  // The backwards of a later round may be done before this update in two cases: if there is a staleness, or
-  // if the later round is the run's last and the replica has no minibatch in it.
+  // The backwards of this round may be done although an earlier update is missing. That happens with a
+  // staleness, or if this is the run's last round and the replica has no microbatch in it.
   if (round > newest_) {
     return "the update of minibatch " + std::to_string(rounds_.begin_of(newest_).value()) + " is due first";
   }
@@ -275,15 +275,16 @@ Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const 
          std::to_string(newest_) + ", and " + std::to_string(num_kept_) + " are kept";
 }
 
-// The number of versions that are live while an instruction with this opcode runs: the newest, the one that
-// an update writes, and the older ones that will still be read. A slot holds the replica's own shard and the
-// shards that others update. These may be at different versions, so the larger of the two counts is returned.
+// The number of versions that are live while an instruction with this opcode runs: the newest one, the one
+// that an update writes, and older ones that will still be read. A slot holds the replica's own shard and the
+// shards that other replicas update. These may have different versions, so the larger of the two counts is
+// returned.
 std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
-  // An update that does not write in place needs two versions at once: the newest one, and the one that it
+  // An update that does not write in place has two versions at once: the newest one, and the one that it
   // writes.
   const std::int64_t num_newest = writes_version(opcode) && num_kept_ > 1 ? 2 : 1;
   if (!stashes_ || num_backwarded_ >= num_own_) return num_newest;
-  if (options_.program != nullptr) {  // a listed program may read versions in any order
+  if (options_.program != nullptr) {  // a written program may read versions in any order
     const std::int64_t oldest = rule_.oldest_from(rounds_.own_number(replica_, num_backwarded_)).value();
     const std::int64_t num_own_shard = num_newest + std::max<std::int64_t>(0, newest_ - oldest);
     return rounds_.num_replicas == 1 ? num_own_shard : std::max(num_own_shard, newest_coming() - oldest + 1);
@@ -300,7 +301,7 @@ std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
   return std::max(num_own_shard, newest_coming() - first + 1);
 }
 
-// The newest version that other replicas may have written. They may have updated every round whose backwards
+// The newest version that other replicas may have written: they may have updated every round whose backwards
 // are done here.
 std::int64_t StageChecker::newest_coming() const {
   return rounds_.first_version().value() + num_backwarded_ / rounds_.own_per_round();
@@ -308,7 +309,8 @@ std::int64_t StageChecker::newest_coming() const {
 
 void StageChecker::apply(const Instruction& instruction) {
   const std::int64_t num_live = num_versions_live(instruction.opcode);
-  // The checks before imply this: an update comes after the last read of the version that it overwrites.
+  // The checks above imply this, because an update comes after the last read of the version that it
+  // overwrites.
   PD_CHECK(num_live <= num_kept_,
            to_string(instruction) << ": " << num_live << " versions are live, " << num_kept_ << " are kept");
   versions_live_max_ = std::max(versions_live_max_, num_live);
@@ -340,7 +342,6 @@ Fault StageChecker::missing_at_end() const {
   return opcode_name(is_forwarded ? Opcode::kBackward : Opcode::kForward) + stage + name_of(num_backwarded_) +
          " is missing";
 }
-// Checks one worker's list.
 class ListChecker {
  public:
   explicit ListChecker(const ListToCheck& list)
@@ -353,7 +354,7 @@ class ListChecker {
     }
   }
 
-  // Returns the first fault with its place in the list; an empty text if there is none.
+  // Returns the first fault with its place in the list, or an empty text.
   [[nodiscard]] std::string run(const std::vector<Instruction>& program) {
     for (std::size_t position = 0; position < program.size(); ++position) {
       if (travels(program[position].opcode)) continue;
@@ -389,8 +390,8 @@ class ListChecker {
     return writes_version(instruction.opcode) ? check_drained(instruction) : Fault();
   }
 
-  // If the schedule drains, no update may come before all backwards of its round, at all stages of the
-  // worker: a norm over all stages may be taken before the first update.
+  // If the schedule drains, no update may come before all backwards of its round at all stages of the worker,
+  // because a norm over all stages may be taken before the first update.
   [[nodiscard]] Fault check_drained(const Instruction& update) const {
     if (!drains_) return {};
     for (const StageChecker& stage : stages_) {

@@ -1,6 +1,7 @@
 // An edge carries items of one kind from one replica of a stage to another replica, of the same or another
-// stage. Both ends use the same name for the edge. The programs say which items it carries, and in which
-// order. Plain values; any thread.
+// stage. An item is the tensors of one transfer, for instance one microbatch's activations. Sender and
+// receiver use the same name for the edge. Their programs say which items it carries, and in which order.
+// Plain values; any thread.
 #pragma once
 
 #include <array>
@@ -19,11 +20,11 @@ enum class EdgeKind {
   kActivation,    // downstream, an item per microbatch
   kGradient,      // upstream, an item per microbatch
   kTiedGradient,  // from a user of tied parameters to their owner, an item per minibatch
-  kTiedVersion,   // from the owner to the user, an item per minibatch: what its update wrote
-  kNorm,          // the gradients' norm, an item per update: partial sums upstream, then the total down
-  kPush,          // between replicas, an item per round: the gradient of the receiver's shard
-  kPull,          // between replicas, an item per round: what the sender's update wrote to its shard
-  kEvaluation,    // downstream, an item per validation minibatch and one that says that there are no more
+  kTiedVersion,   // from owner to user, an item per round of the owner: the version that its update wrote
+  kNorm,          // norms of gradients, an item per update: partial sums upstream, then the total downstream
+  kPush,          // between replicas, an item per round: the gradient of the shard that the receiver owns
+  kPull,  // between replicas, an item per round: the version of its shard that the sender's update wrote
+  kEvaluation,  // downstream, an item per validation minibatch, then an item that says that there are no more
 };
 
 inline constexpr std::array<EdgeKind, 8> kEdgeKinds = {
@@ -54,14 +55,15 @@ struct Edge {
   friend auto operator<=>(const Edge&, const Edge&) = default;
 };
 
-// The number of slots of a receiver of gradients: one for the gradient in use and one for the next gradient.
-// A receiver of activations has more slots, because it keeps each activation until its backward.
+// The number of slots in which a stage receives gradients over one edge: one for the gradient in use and one
+// for the next. A receiver of activations has more slots, because it keeps each activation until its
+// backward.
 inline constexpr std::int64_t kNumGradientSlots = 2;
-// The most items that an edge of kind kEvaluation holds. If it is full, its sender waits.
+// The most items that may wait on an edge of kind kEvaluation. The sender waits while there are so many.
 inline constexpr std::int64_t kNumEvaluationSlots = 2;
-// The largest number of items that a sender may hold unsent. in_flight_upstream: the most microbatches in
-// flight at the upstream stage. Each unsent item belongs to one of these microbatches. The constant is a
-// reserve for slots that a neighbour frees a little late.
+// The most items that a sender may hold because they are not sent yet. in_flight_upstream: the most
+// microbatches in flight at the upstream one of the two stages. Each unsent item belongs to one of these
+// microbatches. The factor 2 and the 4 are a reserve for slots that the neighbour frees late.
 [[nodiscard]] constexpr std::int64_t num_unsent_max(std::int64_t in_flight_upstream) {
   return 2 * in_flight_upstream + 4;
 }

@@ -11,16 +11,16 @@
 
 namespace pipedream {
 
-// An option, or a property of a plan, a model or data. Exclusion, below, says which two of them exclude each
-// other.
+// A trait is an option, or a property of a plan, a model or data. Exclusion (below) names two traits that
+// exclude each other.
 struct Trait {
-  std::string_view key;   // its name in Python and in the rows
-  std::string_view name;  // in the printed table
-  std::string_view said;  // in an error, if the caller does not name the value
+  std::string_view key;   // its name in Python and in the rows of the table
+  std::string_view name;  // its name when the table is printed
+  std::string_view said;  // its text in an error, unless the caller gives a text
 };
 
 struct Exclusion {
-  std::string_view first;  // keys of two traits
+  std::string_view first;  // the keys of two traits
   std::string_view second;
   std::string_view because;
   std::string_view remedy;
@@ -29,8 +29,9 @@ struct Exclusion {
 [[nodiscard]] std::span<const Exclusion> exclusions();
 // Throws UserError for an unknown key.
 [[nodiscard]] const Trait& trait_of(std::string_view key);
-// Throws UserError for the first row whose two traits are both given, such as "sync is 'asp', and staleness
-// is 1: ", then the reason and the remedy. said: by key, the text for the trait; empty for the usual text.
+// Throws UserError for the first row of the table that has both of its traits in `said`. A key of `said` is a
+// trait's key. The value is its text in the error, for example "staleness is 1"; if it is empty, Trait::said
+// is used. The error is such as "sync is 'asp', and staleness is 1: <reason>; <remedy>".
 void check_exclusions(const std::map<std::string, std::string, std::less<>>& said);
 
 }  // namespace pipedream

@@ -14,7 +14,7 @@ namespace pipedream {
 namespace {
 
 constexpr std::string_view kBlanks = " \t\r\n\v\f";
-constexpr std::size_t kQuotedMax = 120;  // bytes of a line that an error shows; instructions are shorter
+constexpr std::size_t kQuotedMax = 120;  // an error quotes so many bytes of a line; instructions are shorter
 
 // "a, b or c"
 std::string one_of(const auto& values, auto name_of) {
@@ -97,7 +97,7 @@ class Reader {
     throw UserError(quoted(text_) + " is not an instruction: " + why);
   }
 
-  // The text in quotes. A long text, such as a line of another kind of file, is cut off.
+  // Puts the text in quotes. A long text, such as a line of a file of another kind, is cut off.
   static std::string quoted(std::string_view text) {
     std::string shown(1, '"');  // appended to: gcc 12 warns falsely about "\"" + std::string at -O3
     if (text.size() <= kQuotedMax) return (shown += text) += '"';

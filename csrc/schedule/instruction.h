@@ -1,8 +1,8 @@
-// One step of a worker's program. A schedule is data: the runtime, the validator, the simulator and the
-// pictures read the same instructions. Plain values; any thread.
+// An Instruction is one step of a worker's program. A schedule is data: the runtime, the validator, the
+// simulator and the pictures read the same instructions. Plain values; any thread.
 //
-//   computes       FORWARD, RECOMPUTE, BACKWARD, UPDATE, EVALUATE of a stage (opcode.h)
-//   travels        SEND, RECV: one item over an edge (edge.h)
+// FORWARD, RECOMPUTE, BACKWARD, UPDATE and EVALUATE compute at a stage (opcode.h). SEND and RECV transfer one
+// item over an edge: the tensors of one microbatch, for example (edge.h).
 #pragma once
 
 #include <string>
@@ -16,14 +16,14 @@ namespace pipedream {
 
 struct Instruction {
   Opcode opcode = Opcode::kForward;
-  StageIndex stage;            // for SEND the edge's sender, for RECV its receiver
-  MinibatchId minibatch;       // for UPDATE and transfers once a round: the round's first
-  MicrobatchIndex microbatch;  // 0 for UPDATE and for transfers once a minibatch
-  // An EVALUATE and its transfers name the boundary's minibatch, before which the weights are evaluated.
-  // Their microbatch is the number of the validation minibatch.
-  WeightVersion version;   // 0 if no version is read or written
+  StageIndex stage;            // the stage that computes; for SEND the edge's sender, for RECV its receiver
+  MinibatchId minibatch;       // for UPDATE and transfers once per round: the round's first minibatch
+  MicrobatchIndex microbatch;  // 0 for UPDATE and transfers once per minibatch or round
+  // An EVALUATE and its transfers: `minibatch` is the boundary, the minibatch before which the weights are
+  // evaluated. `microbatch` is the number of the validation minibatch.
+  WeightVersion version;   // the version that is read or written; 0 if there is none
   Edge edge{};             // of SEND and RECV
-  ReplicaIndex replica{};  // of the stage; for SEND and RECV this end of the edge
+  ReplicaIndex replica{};  // the stage's replica; for SEND and RECV the replica at this end of the edge
 
   friend bool operator==(const Instruction&, const Instruction&) = default;
 };
@@ -39,9 +39,9 @@ struct Instruction {
 //                                                               before minibatch 4
 [[nodiscard]] std::string to_string(const Instruction& instruction);
 
-// The inverse of to_string(). Allows blanks at both ends. Throws UserError naming the text and what is wrong.
-// For an unknown opcode the error lists the known opcodes. is_of_program: list only those that a written
-// program may have.
+// Parses text that to_string() returns, with blanks allowed at both ends. Throws a UserError that names the
+// text and what is wrong with it. For an unknown opcode the error lists the known ones. If is_of_program, it
+// lists only opcodes that a user may write in a program (listed_program.h).
 [[nodiscard]] Instruction parse_instruction(std::string_view text, bool is_of_program = false);
 
 }  // namespace pipedream

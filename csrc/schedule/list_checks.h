@@ -1,4 +1,5 @@
-// Declares the validator's checks of one worker's list by itself (validator.h). Pure; any thread.
+// Declares the checks that the validator (validator.h) makes on one worker's list by itself. Pure; any
+// thread.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +13,12 @@
 
 namespace pipedream {
 
-// Names a position of a worker's list for errors: "worker 1, position 3, FORWARD stage 1 ...". The position
+// Names a position in a worker's list for errors: "worker 1, position 3, FORWARD stage 1 ...". The position
 // after the last instruction is "worker 1, position 8, end of the program".
 [[nodiscard]] std::string name_position(Rank rank, const std::vector<Instruction>& program,
                                         std::size_t position);
 
-// One worker's list, and the run for which it was made: its options, and its number of minibatches.
+// One worker's list, with the options and the number of minibatches of the run for which it was made.
 struct ListToCheck {
   const ScheduleOptions& options;
   const Placement& placement;
@@ -26,22 +27,22 @@ struct ListToCheck {
   std::int64_t num_minibatches = 0;
 };
 
-// The most versions, and the most microbatches in flight, at one of the worker's stages (validator.h).
+// The most versions, and the most microbatches in flight, at one of the worker's stages.
 struct StageCounts {
   StageIndex stage;
   std::int64_t versions_live_max = 0;
   std::int64_t activations_live_max = 0;
 };
 
-// check_computed() and check_transfers() return the first fault with its place, or an empty text.
+// Each of the two checks returns its first fault with the place, or an empty text.
 
-// Checks the instructions that compute: each comes once and in order, and reads or writes the version that
-// the rule names. No more versions may be live than the stage keeps. Adds the counts of the worker's stages
-// to `counts`.
+// Checks the instructions that compute. Each must come once and in order, and read or write the version that
+// the schedule's rule names. No more versions may be live than the stage keeps. Adds the counts of the
+// worker's stages to `counts`.
 [[nodiscard]] std::string check_computed(const ListToCheck& list, std::vector<StageCounts>& counts);
 
-// Checks the transfers: an instruction has received the items that it needs, and every item that it makes is
-// sent once, before the next item of its kind is made.
+// Checks the transfers. An instruction must have received the items that it needs. Every item that it makes
+// must be sent once, before the next item of its kind is made.
 [[nodiscard]] std::string check_transfers(const ListToCheck& list);
 
 }  // namespace pipedream

@@ -35,8 +35,8 @@ std::string in_row(const std::vector<std::int64_t>& counts) {
   return text;
 }
 
-// The placement of program.h for these counts: a worker for each replica, or several stages at each worker.
-// Empty if the counts allow neither.
+// Returns the placement for these counts, as program.h describes it: one worker for each replica, or several
+// stages at each worker. Returns an empty one if the counts allow neither.
 Placement placement_for(std::int64_t num_workers, const std::vector<std::int64_t>& num_replicas) {
   const auto num_stages = static_cast<std::int64_t>(num_replicas.size());
   const std::int64_t num_replicas_in_all =
@@ -48,8 +48,8 @@ Placement placement_for(std::int64_t num_workers, const std::vector<std::int64_t
   return Placement::at_ranks(ranks);
 }
 
-// The beginning of a worker's list, up to its num_updates-th update, for a run whose number of minibatches is
-// unknown.
+// Makes the beginning of a worker's list, up to and including its num_updates-th update, for a run whose
+// number of minibatches is unknown.
 std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank, std::int64_t num_updates) {
   ComputeCursor cursor(options, rank);
   std::vector<Instruction> list;
@@ -61,7 +61,7 @@ std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank
   return list;
 }
 
-// The number of instructions up to the list's num_updates-th update, which is included.
+// Counts the instructions up to and including the list's num_updates-th update.
 std::int64_t length_with_updates(const std::vector<Instruction>& list, std::int64_t num_updates) {
   std::int64_t length = 0;
   for (; num_updates > 0; ++length) {
@@ -134,12 +134,12 @@ ListedProgram ListedProgram::of(const ScheduleOptions& given) {
     const std::int64_t versions = minibatches / rounds.minibatches_per_round;
     const std::int64_t own = versions * rounds.own_per_round();  // microbatches of a body
     const std::int64_t num_updates = versions * static_cast<std::int64_t>(stages_at(options, rank).size());
-    const std::int64_t num_bodies = 6 + 2 * in_flight_max / own;  // enough for the last ones to repeat
+    const std::int64_t num_bodies = 6 + 2 * in_flight_max / own;  // enough that the last bodies repeat
     std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * num_updates);
     const std::int64_t last_body = length_with_updates(list, (num_bodies - 1) * num_updates);
     const auto per_body = static_cast<std::int64_t>(list.size()) - last_body;
-    // Goes back from the last body as long as each instruction is repeated one body later. The body could
-    // begin where this stops. But a body must end with its updates, so it begins behind the next updates.
+    // Goes back from the last body as long as each instruction is repeated one body later. The body might
+    // begin where this stops. But a body must end with updates, so it begins after the next updates.
     const auto is_end = [&](std::int64_t position) {
       return writes_version(list[position - 1].opcode) && !writes_version(list[position].opcode);
     };
@@ -225,7 +225,7 @@ std::int64_t ListedProgram::num_minibatches_listed() const {
   return listed;
 }
 
-// Finds the placement: each worker has the stages that its lines name.
+// Finds the placement from the stages that each worker's lines name.
 void ListedProgram::place_workers() {
   if (workers_.empty()) throw UserError("the program is empty; it begins with \"worker 0\"");
   std::size_t num_instructions = 0;
@@ -279,7 +279,7 @@ void ListedProgram::place_workers() {
   });
 }
 
-// The error's text for an instruction of worker `due` that stands in the list of worker `rank`.
+// Returns the error's text for an instruction of worker `due` in the list of worker `rank`.
 std::string ListedProgram::reason_to_move(Rank rank, Rank due) const {
   std::string names;
   for (const Place& place : placement_.places_at(rank))
@@ -332,7 +332,7 @@ void ListedProgram::check_whole_body(const Place& place, std::int64_t num_update
   }
 }
 
-// Names the first microbatch or round of the replica for which its list has no instruction of this opcode.
+// Names the first microbatch or round of the replica for which the list lacks an instruction of this opcode.
 // The instructions of an opcode stand in the order of their microbatches or rounds.
 std::string ListedProgram::name_of_next(const Place& place, const OpcodeTraits& traits) const {
   const auto num_listed =
@@ -353,8 +353,8 @@ std::string ListedProgram::name_of_item(const Place& place, const OpcodeTraits& 
   return minibatch + " microbatch " + std::to_string(rounds.microbatch_of(number).value());
 }
 
-// Returns the number of the microbatch with this index (name_of_item()), or of the first microbatch of the
-// round with this index.
+// Returns the number of the microbatch with this index, or of the first microbatch of the round with this
+// index. index: see name_of_item().
 std::int64_t ListedProgram::number_of_item(const Place& place, const OpcodeTraits& traits,
                                            std::int64_t index) const {
   const Rounds& rounds = rounds_of_stage(place.stage);
@@ -362,8 +362,7 @@ std::int64_t ListedProgram::number_of_item(const Place& place, const OpcodeTrait
   return rounds.number_of(rounds.begin_of(index), {});
 }
 
-// Counts the replica's instructions in the body that have the same effect on the stash and on the weights as
-// an opcode with these traits.
+// Counts the instructions of an opcode in the replica's body. `traits` are those of the opcode.
 std::int64_t ListedProgram::count_in_body(const Place& place, const OpcodeTraits& traits) const {
   return std::ranges::count_if(list_of(place.rank).body(), [&](const Instruction& instruction) {
     const OpcodeTraits& listed = traits_of(instruction.opcode);
@@ -392,8 +391,8 @@ void ListedProgram::check_order(Rank rank) const {
 }
 
 // Replays a run in which every worker repeats its body. If this run is correct, longer runs are correct,
-// because their bodies wait for each other in the same way. Shorter runs are also correct, because none of
-// their instructions waits for a skipped one.
+// because their bodies wait for each other in the same way. Shorter runs are correct too, because no
+// instruction waits for a skipped one.
 void ListedProgram::check_run() const {
   const std::int64_t length = 2 * (num_minibatches_listed() + minibatches_per_body_);
   const ScheduleOptions options = options_of_run(*this);
@@ -405,9 +404,9 @@ void ListedProgram::check_run() const {
   if (!report.ok) refuse_run(report, programs);
 }
 
-// Throws the validator's error. The validator names places in the run's lists, which have transfers. The
-// thrown error names lines of the text instead: the line of the wrong instruction, or in a deadlock the lines
-// of all waiting instructions. An error that names no instruction of the text is thrown unchanged.
+// Throws the validator's error. That error names places in the run's lists, which have transfers. The thrown
+// error names lines of the user's text instead: the line of the wrong instruction, or in a deadlock the lines
+// of all waiting instructions. An error that names no instruction of the text is thrown as it is.
 void ListedProgram::refuse_run(const ReplayReport& report,
                                const std::vector<std::vector<Instruction>>& programs) const {
   std::string waits;
@@ -430,7 +429,7 @@ void ListedProgram::refuse_run(const ReplayReport& report,
   throw UserError(report.error);
 }
 
-// Returns the instruction's place in the worker's list. A transfer has none.
+// Returns the instruction's position in the worker's list. A transfer has none.
 std::optional<std::int64_t> ListedProgram::find_position(Rank rank, const Instruction& instruction) const {
   if (travels(instruction.opcode)) return std::nullopt;
   const std::int64_t num_bodies = 1 + instruction.minibatch.value() / minibatches_per_body_;
@@ -441,7 +440,7 @@ std::optional<std::int64_t> ListedProgram::find_position(Rank rank, const Instru
 }
 
 // Returns text such as "line 4, BACKWARD stage 0 minibatch 0 microbatch 0 waits for the gradient from stage
-// 1". rest: the worker's remaining instructions in the run, of which the first one waits.
+// 1". rest: the worker's remaining instructions. The first of them is the one that waits.
 std::string ListedProgram::describe_wait(Rank rank, std::span<const Instruction> rest) const {
   const auto next = std::ranges::find_if_not(
       rest, [](const Instruction& instruction) { return travels(instruction.opcode); });
@@ -456,8 +455,8 @@ std::string ListedProgram::describe_wait(Rank rank, std::span<const Instruction>
   return place_of(rank, *position) + ", " + name + wait;
 }
 
-// The end of an error about a backward that reads another version than its forward: the forward's line, and
-// what to write.
+// Returns the end of an error about a backward that reads another version than its forward. It has the
+// forward's line and what to write.
 std::string ListedProgram::hint_on_backward(Rank rank, std::int64_t position) const {
   const Instruction backward = at(rank, position);
   if (!releases_stash(backward.opcode)) return {};
@@ -467,7 +466,7 @@ std::string ListedProgram::hint_on_backward(Rank rank, std::int64_t position) co
   return "; the forward is " + place_of(rank, passes.forward) + ": " + how_to_stash(passes);
 }
 
-// Throws "line 13, time 2 of the body: BACKWARD stage 0 ... reads version 1: " and the reason.
+// Throws an error such as "line 13, time 2 of the body: BACKWARD stage 0 ... reads version 1: <why>".
 void ListedProgram::refuse(Rank rank, std::int64_t position, const std::string& why) const {
   // at() works out the instructions of later bodies from the rounds, which may not be known yet.
   const bool is_listed = num_bodies_before(rank, position) == 0;

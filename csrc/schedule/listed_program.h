@@ -1,5 +1,5 @@
-// A ListedProgram is a schedule that a user has written as one list per worker. The list's warm-up runs once,
-// and its body repeats. Immutable; any thread.
+// A ListedProgram is a schedule that a user has written, as one list of instructions per worker. A list has a
+// warm-up, which runs once, and a body, which repeats. Immutable; any thread.
 //
 // clang-format off
 //   worker 0                                                    # of 2; forwards and backwards by pairs
@@ -14,19 +14,19 @@
 //   ...
 // clang-format on
 //
-// A worker may have a "warm-up" above its body. In each repetition of the body its minibatches have higher
-// numbers, by the number of minibatches in the body. Its versions are higher by the number of the stage's
-// updates in the body. A run repeats the body until all its minibatches are updated, and skips instructions
-// of minibatches that it does not have. So the lists fit a run of any length.
+// A worker may have a "warm-up" above its body. When the body repeats, its minibatches get higher numbers, by
+// the number of minibatches in the body. Its versions get higher by the number of the stage's updates in the
+// body. A run repeats the body until all its minibatches are updated, and skips instructions of minibatches
+// that it does not have. So the lists fit a run of any length.
 //
 // Stages are placed as in program.h: each worker has one stage, or one replica of a stage, in the order of
 // the stages. With fewer workers than stages, stage s is at worker s mod W. The number of a stage's updates
-// in the body decides how long its rounds are: the shortest that the stage allows, or rounds common to all
-// stages. Transfers and recomputing are added as for named schedules.
+// in the body decides how long its rounds are: either the shortest that the stage allows, or rounds common to
+// all stages. Transfers and recomputing are added as for named schedules.
 //
-// All stages that share a parameter read the same version of it for a microbatch: the version that the input
-// stage's forward has read, or the version that the owner's forward has read, whichever is older. Named
-// schedules read the same version (tied_version()), except 2bw with unequal numbers of replicas.
+// All stages that share a parameter read the same version of it for a microbatch. It is the older of two
+// versions: the one that the input stage's forward reads, and the one that the owner's forward reads. Named
+// schedules have the same rule (tied_version()), except 2bw with unequal numbers of replicas.
 #pragma once
 
 #include <cstddef>
@@ -52,15 +52,16 @@ class ListedProgram {
  public:
   // A worker's list.
   struct List {
-    std::vector<Instruction> instructions;  // the warm-up's, then the body's
+    std::vector<Instruction> instructions;  // of the warm-up, then of the body
     std::size_t num_warm_up = 0;
-    std::vector<std::int64_t> lines{};  // each instruction's line in the text; empty without a text
+    // Each instruction's line in the text; empty if the list comes from no text.
+    std::vector<std::int64_t> lines{};
 
     [[nodiscard]] std::span<const Instruction> body() const {
       return std::span(instructions).subspan(num_warm_up);
     }
     [[nodiscard]] std::int64_t body_length() const { return static_cast<std::int64_t>(body().size()); }
-    // The number of instructions in the warm-up and in num_bodies bodies.
+    // The number of instructions in the warm-up and num_bodies bodies.
     [[nodiscard]] std::int64_t length(std::int64_t num_bodies) const {
       return static_cast<std::int64_t>(num_warm_up) + num_bodies * body_length();
     }
@@ -73,17 +74,17 @@ class ListedProgram {
   // Throws UserError, one line, if a list is not in order or lacks instructions, or if the validator
   // (validator.h) does not accept the lists.
   ListedProgram(std::vector<List> workers, std::int64_t minibatches_per_body);
-  // Reads a text as to_text() writes it. '#' starts a comment, and empty lines are skipped. Throws a
+  // Reads a text such as to_text() returns. '#' starts a comment, and empty lines are skipped. Throws a
   // UserError that names the line, or an error of the constructor.
   [[nodiscard]] static ListedProgram parse(std::string_view text);
   // Lists a named schedule. Throws UserError for options with spares, asynchronous shards or a staleness.
   [[nodiscard]] static ListedProgram of(const ScheduleOptions& options);
 
-  // The text of the lists. Its comments say how many versions a stage keeps and which backward does not read
-  // its forward's version, and show the cool-down.
+  // Returns the text of the lists. Its comments say how many versions a stage keeps, which backward does not
+  // read its forward's version, and what the cool-down is.
   [[nodiscard]] std::string to_text() const;
-  // Returns a note for the user about backwards that read another version than their forward. It names the
-  // line of the first one, and says what to write so that there is none. Empty if there is none.
+  // Returns a note for the user if a backward reads another version than its forward. The note names the line
+  // of the first such backward, and says what to write instead. Empty if there is none.
   [[nodiscard]] std::string note_on_unstashed() const;
 
   [[nodiscard]] const Placement& placement() const { return placement_; }
@@ -96,22 +97,21 @@ class ListedProgram {
   // Whether all stages have the same rounds, and each finishes a round before it forwards the next one.
   [[nodiscard]] bool drains() const { return drains_; }
 
-  // The number of minibatches that the lists name. Later minibatches repeat the minibatches of the last body.
+  // The number of minibatches that the lists name. The minibatches after these repeat those of the body.
   [[nodiscard]] std::int64_t num_minibatches_listed() const;
 
-  // The instruction at a position of a worker's list. The body repeats without an end.
+  // The instruction at this position of a worker's list, in which the body repeats without end.
   [[nodiscard]] Instruction at(Rank rank, std::int64_t position) const;
   // Returns the same phase as phase_of() in program.h, for a run that starts with minibatch 0.
   [[nodiscard]] Phase phase_of(const Instruction& instruction,
                                std::optional<std::int64_t> num_minibatches) const;
 
-  // By stage: the most microbatches that are forwarded and not yet backwarded at a replica, the versions that
-  // are kept, and whether every backward reads what its forward has read.
+  // Facts of a stage: the most microbatches that a replica has forwarded and not yet backwarded, the versions
+  // that it keeps, and whether every backward reads the version that its forward has read.
   [[nodiscard]] std::int64_t num_in_flight(StageIndex stage) const { return facts_of(stage).num_in_flight; }
   [[nodiscard]] std::int64_t num_versions_kept(StageIndex stage) const {
     return facts_of(stage).forwards.num_versions_kept;
   }
-  // num_in_flight() of every stage.
   [[nodiscard]] std::vector<std::int64_t> in_flight() const;
   [[nodiscard]] std::vector<std::int64_t> versions_kept() const;
   [[nodiscard]] bool stashes(StageIndex stage) const { return !facts_of(stage).first_unstashed; }
@@ -119,8 +119,7 @@ class ListedProgram {
   [[nodiscard]] const ListedReads& backward_reads(StageIndex stage) const {
     return facts_of(stage).backwards;
   }
-  // The versions of the parameters that `owner` shares with other stages, as the owner and those stages read
-  // them.
+  // The versions that the owner and its users read of the parameters that they share.
   [[nodiscard]] const ListedReads& tied_reads(StageIndex owner) const { return facts_of(owner).tied; }
 
   friend bool operator==(const ListedProgram& one, const ListedProgram& other) {
@@ -130,20 +129,21 @@ class ListedProgram {
  private:
   struct Facts {
     std::int64_t num_in_flight = 1;
-    std::optional<std::int64_t> first_unstashed;  // number of the first microbatch that reads two versions
+    // The number of the first microbatch whose forward and backward read different versions.
+    std::optional<std::int64_t> first_unstashed;
     ListedReads forwards;
     ListedReads backwards;
     ListedReads tied;
   };
 
-  // The positions of a microbatch's forward and backward in the list of the worker that computes them.
+  // The positions of a microbatch's forward and backward in the list of their worker.
   struct Passes {
     Rank rank;
     std::int64_t forward = 0;
     std::int64_t backward = 0;
   };
 
-  // The constructor's steps. Each relies on the steps before it.
+  // The constructor's steps, in order. Each relies on the steps before it.
   void place_workers();
   void count_rounds();
   void check_order(Rank rank) const;
@@ -175,10 +175,10 @@ class ListedProgram {
   void count_at(const Place& place, Facts& facts) const;
   [[nodiscard]] bool drains_at(Rank rank) const;
 
-  // How often the body was repeated before the position; 0 in the warm-up and in the first body.
+  // How often the body has run before the position. It is 0 in the warm-up and in the first body.
   [[nodiscard]] std::int64_t num_bodies_before(Rank rank, std::int64_t position) const;
   [[nodiscard]] Instruction later_by(Instruction instruction, std::int64_t bodies) const;
-  // The number of minibatches of the run that ends with the last minibatch of the worker's first body.
+  // The number of minibatches of a run that ends with the last minibatch of the worker's first body.
   [[nodiscard]] std::int64_t minibatches_of_one_body(Rank rank) const;
   [[nodiscard]] std::vector<Instruction> cool_down(Rank rank) const;
   [[nodiscard]] std::string comment_on(Rank rank) const;
@@ -204,7 +204,7 @@ class ListedProgram {
   bool drains_ = false;
 };
 
-// The options of a run of the program. The program must outlive them.
+// The options of a run of the program. They point to the program, which must outlive them.
 [[nodiscard]] ScheduleOptions options_of_run(const ListedProgram& program);
 
 }  // namespace pipedream

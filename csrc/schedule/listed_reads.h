@@ -1,5 +1,5 @@
-// The weight versions that a written program (listed_program.h) reads at a stage. Pure arithmetic; any
-// thread.
+// A ListedReads has the weight versions that a written program (listed_program.h) reads at a stage. Pure
+// arithmetic; any thread.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace pipedream {
 
-// The versions that a stage's microbatches read, listed by microbatch number (rounds.h) from the start of the
-// run. After the end of the list its last numbers_per_body entries repeat. With each repetition the versions
+// The list has one version for each microbatch number (rounds.h), from the start of the run. After its end
+// the last numbers_per_body entries, those of the program's body, repeat. With each repetition the versions
 // grow by versions_per_body.
 class ListedReads {
  public:
@@ -20,25 +20,25 @@ class ListedReads {
     const std::int64_t bodies = num_bodies_before(number);
     return versions_[index_of(number, bodies)] + bodies * versions_per_body_;
   }
-  // The oldest version that the microbatch with this number or any later microbatch reads.
+  // The oldest version that the microbatch with this number, or any later one, reads.
   [[nodiscard]] std::int64_t oldest_from(std::int64_t number) const {
     const std::int64_t bodies = num_bodies_before(number);
     return oldest_[index_of(number, bodies)] + bodies * versions_per_body_;
   }
-  // The newest version that the microbatch with this number or any earlier microbatch reads.
+  // The newest version that the microbatch with this number, or any earlier one, reads.
   [[nodiscard]] std::int64_t newest_until(std::int64_t number) const;
-  // The largest growth of newest_until() over num_numbers microbatches.
+  // The most by which newest_until() grows over num_numbers microbatches.
   [[nodiscard]] std::int64_t num_new_max(std::int64_t num_numbers) const;
-  // The mean number of updates by which the version that a microbatch reads is older than the version that
-  // its round updates. The mean is over the microbatches of a body. A round has microbatches_per_round
+  // How many updates older, on average, the version that a microbatch reads is than the version that its
+  // round updates. The mean is over the microbatches of one body. A round has microbatches_per_round
   // microbatches.
   [[nodiscard]] double mean_delay(std::int64_t microbatches_per_round) const;
 
-  // The first number that repeats an earlier one.
+  // The length of the list. The microbatch with this number is the first that repeats an entry.
   [[nodiscard]] std::int64_t end() const { return static_cast<std::int64_t>(versions_.size()); }
   [[nodiscard]] std::int64_t numbers_per_body() const { return numbers_per_body_; }
 
-  // The number of versions that the stage keeps for these reads. ListedProgram counts it from the lists.
+  // The number of versions that the stage keeps for these reads. ListedProgram counts it.
   std::int64_t num_versions_kept = 1;
 
  private:
@@ -52,7 +52,7 @@ class ListedReads {
   std::vector<std::int64_t> versions_;
   std::vector<std::int64_t> oldest_;
   std::vector<std::int64_t> newest_;
-  std::vector<std::int64_t> newest_of_body_;  // as newest_, over the last body's numbers alone
+  std::vector<std::int64_t> newest_of_body_;  // as newest_, but only over the last body
   std::int64_t numbers_per_body_ = 1;
   std::int64_t versions_per_body_ = 1;
 };

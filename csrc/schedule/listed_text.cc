@@ -35,7 +35,7 @@ class Parser {
     for (const Worker& worker : workers_) lists.push_back(worker.list);
     return {std::move(lists), minibatches_per_body_.value_or(1)};
   }
-  // The worker's cool-down as the text has it; empty if the text has none.
+  // Returns the worker's cool-down as the text has it, or nothing if the text has none.
   [[nodiscard]] std::optional<std::vector<Instruction>> cool_down(std::size_t worker) const {
     if (workers_[worker].section < Section::kCoolDown) return std::nullopt;
     return workers_[worker].cool_down;
@@ -146,8 +146,8 @@ std::string ListedProgram::to_text() const {
   return text.str();
 }
 
-// Returns a comment for the worker's list, such as "keeps 2 versions; backwards read what their forwards have
-// read". For several stages it names each stage: "stage 0 keeps ...".
+// Returns a comment on the worker's list, such as "keeps 2 versions; backwards read what their forwards have
+// read". If the worker has several stages, it names each: "stage 0 keeps ...".
 std::string ListedProgram::comment_on(Rank rank) const {
   const std::vector<StageIndex> stages = placement_.stages_at(rank);
   std::string comment;
@@ -168,7 +168,7 @@ std::string ListedProgram::note_on_unstashed() const {
 }
 
 // Returns text such as "line 6, time 2 of the body: BACKWARD stage 0 ... reads version 1, and its forward
-// (line 8) version 0; ", then what to write instead.
+// (line 8) version 0; ...", with what to write instead at the end.
 std::string ListedProgram::describe_unstashed(StageIndex stage, bool names_lines) const {
   const Passes passes = passes_of(stage, *facts_of(stage).first_unstashed);
   const auto& [rank, forward, backward] = passes;
@@ -187,7 +187,7 @@ std::string ListedProgram::how_to_stash(const Passes& passes) const {
   if (num_bodies_before(rank, backward) == 0) {
     return "let the backward read version " + std::to_string(forward_reads_version);
   }
-  std::int64_t newest = 0;  // at the forward
+  std::int64_t newest = 0;  // the newest version when the forward runs
   for (std::int64_t position = 0; position < forward; ++position) {
     const Instruction instruction = at(rank, position);
     if (instruction.stage == reader.stage && writes_version(instruction.opcode)) ++newest;
@@ -202,12 +202,12 @@ std::string ListedProgram::how_to_stash(const Passes& passes) const {
          " into the warm-up";
 }
 
-// Returns the last minibatch that must move from the body into the warm-up, so that the microbatch's backward
-// can read its forward's version.
+// Returns the last minibatch that must move from the body into the warm-up. The microbatch's backward can
+// then read the version of its forward.
 //
-// In later repetitions of the body the backward reads a version that is too new by num_too_new updates. Its
-// line cannot name an older version, because in the first repetition that version would be below 0. So the
-// body must begin later, by as many bodies as make num_too_new updates.
+// When the body repeats, the backward reads a version that is too new by num_too_new updates. Its line cannot
+// name an older version, because in the first body that version would be below 0. So the body must begin
+// later, by as many bodies as make num_too_new updates.
 std::int64_t ListedProgram::last_to_warm_up(StageIndex stage, std::int64_t number) const {
   const ListedReads& forwards = forward_reads(stage);
   const std::int64_t per_body = forwards.numbers_per_body();
@@ -227,6 +227,7 @@ ListedProgram::Passes ListedProgram::passes_of(StageIndex stage, std::int64_t nu
   const Rounds& rounds = rounds_of_stage(stage);
   Passes passes{.rank = placement_.rank_of(stage, rounds.replica_of(number))};
   for (std::int64_t position = 0;; ++position) {  // bounded: every microbatch has both, the backward later
+    // Ends, because every microbatch has a forward and a later backward.
     const Instruction instruction = at(passes.rank, position);
     if (instruction.stage != stage ||
         rounds.number_of(instruction.minibatch, instruction.microbatch) != number) {

@@ -1,4 +1,4 @@
-// Words that the text of a written program and its refusals share. Pure; any thread.
+// Defines words that the text of a written program and its error messages share. Pure; any thread.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace pipedream {
 
-// The largest number in a written program. It is far above the numbers of any schedule, and keeps the replay
-// of a run short.
+// The largest number in a written program. It is far above the numbers of any real schedule. It keeps the
+// replay short with which the program is checked.
 inline constexpr std::int64_t kListedNumberMax = std::int64_t{1} << 16;
 
 inline std::string in_number(std::int64_t number, const std::string& noun) {

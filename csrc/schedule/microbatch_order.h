@@ -1,17 +1,20 @@
-// The order in which a worker goes through the microbatches of one minibatch, over all its stages.
-// Pure arithmetic; any thread.
+// A MicrobatchOrder says in which order a worker goes through the microbatches of one minibatch, over all its
+// stages. Pure arithmetic; any thread.
 //
 // A worker with one stage takes the microbatches as they come. A worker with several stages (chunks) takes
-// groups of as many microbatches as there are workers. A group goes forward through all chunks before the
-// next group does, and backward through the chunks in reverse (Megatron-LM, SC'21, section 2.2). With 2
-// workers, 2 chunks a and b, and 3 microbatches:
+// them in groups of as many microbatches as there are workers. A group goes forward through all chunks before
+// the next group does. It goes backward through the chunks in reverse (Megatron-LM, SC'21, section 2.2). With
+// 2 workers, 2 chunks a and b, and 3 microbatches:
 //
 //   position   0   1   2   3   4   5   6   7
-//   forward    a0  a1  b0  b1  a2  -   b2  -       the last group is filled up with microbatches that do
-//   backward   b0  b1  a0  a1  b2  -   a2  -       not exist: their positions are passed over
+//   forward    a0  a1  b0  b1  a2  -   b2  -
+//   backward   b0  b1  a0  a1  b2  -   a2  -
 //
-// There is no deadlock for any number of microbatches. Full groups have none, as in Megatron-LM. Leaving out
-// a microbatch at all stages adds none, because no other microbatch waits for the work on it.
+// The last group is filled up with microbatches that do not exist (-). Their positions are skipped.
+//
+// No number of microbatches leads to a deadlock. With full groups the order is that of Megatron-LM, which has
+// no deadlock. Leaving out a microbatch at all stages adds no deadlock, because no other microbatch waits for
+// it.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +31,7 @@ struct MicrobatchOrder {
     std::int64_t microbatch = 0;
   };
 
-  // The number of positions of one minibatch, including those that are passed over.
+  // The number of positions of one minibatch, skipped positions included.
   [[nodiscard]] std::int64_t num_positions() const {
     return (num_microbatches + group_size - 1) / group_size * group_size * num_chunks;
   }
@@ -50,7 +53,7 @@ struct MicrobatchOrder {
   [[nodiscard]] std::int64_t backward_position(Item item) const {
     return forward_position({num_chunks - 1 - item.chunk, item.microbatch});
   }
-  // The position of the last forward, and of the last backward, that exists.
+  // The position of the last forward, and also of the last backward, that is not skipped.
   [[nodiscard]] std::int64_t last_position() const {
     return forward_position({num_chunks - 1, num_microbatches - 1});
   }

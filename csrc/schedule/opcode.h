@@ -15,26 +15,25 @@ namespace pipedream {
 enum class Opcode {
   // Opcodes that compute.
   kForward,    // reads `version` of the weights, and the activation from upstream
-  kRecompute,  // the forward again, from the stashed input and the same version; needs nothing from a
-               // neighbour
-  kBackward,   // reads `version` (the one its forward read, when stashing), and the gradient from downstream
-  kUpdate,     // reads the newest version and the mean gradient of the round, writes `version`
+  kRecompute,  // the forward again, from the stashed input and with the same version; needs no neighbour
+  kBackward,   // reads `version` (its forward's, if the stage stashes) and the gradient from downstream
+  kUpdate,     // reads the newest version and the mean gradient of the round, and writes `version`
   kEvaluate,   // the forward of a validation minibatch at `version`; keeps nothing (evaluations.h)
   // Opcodes of transfers (transfers.h). A SEND stands where its tensors are made, a RECV where they are
   // needed.
-  kSend,  // never waits: the validator bounds the items on an edge (validator.h)
+  kSend,  // never waits, except on a full edge of evaluations (edge.h)
   kRecv,  // waits for the edge's next item
 };
 
-// The number that names an instruction: its microbatch, or one of the minibatches below.
+// The meaning of an instruction's minibatch and microbatch numbers.
 enum class Scope {
   kMicrobatch,
-  kRound,     // the round's first minibatch
+  kRound,     // the instruction belongs to a round, and has the number of the round's first minibatch
   kBoundary,  // the minibatch before which the weights are evaluated, and the validation minibatch's number
 };
 
-// The effect of an opcode on the stash of its microbatch: the version that the forward has read, and the
-// activations that it has saved.
+// The effect of an opcode on the stash of its microbatch. The stash is the weight version that the forward
+// has read and the activations that it has saved.
 enum class Stash {
   kNone,
   kKept,
@@ -42,7 +41,8 @@ enum class Stash {
   kReleased,  // the microbatch's gradient is complete
 };
 
-// The measured time that an opcode takes. A transfer keeps the link busy, not the worker.
+// The measured duration that a simulated instruction takes. Transfers have none, because they occupy a link
+// and not the worker.
 enum class Duration { kNone, kForward, kRecompute, kBackward, kUpdate };
 
 struct OpcodeTraits {
@@ -51,13 +51,14 @@ struct OpcodeTraits {
   char letter = ' ';         // in pictures and traces
   bool travels = false;
   Scope scope = Scope::kMicrobatch;
-  bool writes_version = false;  // other opcodes that compute read one
+  bool writes_version = false;  // if false, an opcode that computes reads a version
   Stash stash = Stash::kNone;
-  std::optional<Opcode> follows = std::nullopt;  // must be done before, for the same microbatch
-  std::optional<EdgeKind> needs = std::nullopt;  // an item of this kind comes with it
-  std::optional<EdgeKind> makes = std::nullopt;  // an item of this kind leaves with it
+  // The opcode that must come before it, for the same microbatch.
+  std::optional<Opcode> follows = std::nullopt;
+  std::optional<EdgeKind> needs = std::nullopt;  // the kind of item that the instruction takes as its input
+  std::optional<EdgeKind> makes = std::nullopt;  // the kind of item that the instruction makes
   Duration duration = Duration::kNone;
-  const char* unlisted_because = nullptr;  // why a written program may not have it; null if it may
+  const char* unlisted_because = nullptr;  // why a written program may not list it; null if it may
 };
 
 inline constexpr const char* kAdded =
@@ -100,7 +101,7 @@ inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
      .makes = EdgeKind::kEvaluation,
      .duration = Duration::kForward,
      .unlisted_because = "a program of your own has no evaluations"},
-    // A transfer is named by the number of its item (items_of() in transfers.h).
+    // A transfer's numbers are the name of its item (items_of() in transfers.h).
     {.name = "SEND", .travels = true, .unlisted_because = kAdded},
     {.name = "RECV", .travels = true, .unlisted_because = kAdded},
 });
@@ -118,7 +119,7 @@ inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
 [[nodiscard]] constexpr bool is_of_boundary(Opcode opcode) {
   return traits_of(opcode).scope == Scope::kBoundary;
 }
-// Whether an evaluation's block consists of instructions with this opcode (evaluations.h).
+// Whether the opcode is that of the instructions of an evaluation (evaluations.h).
 [[nodiscard]] constexpr bool is_of_evaluation(Opcode opcode) {
   return traits_of(opcode).makes == EdgeKind::kEvaluation;
 }
@@ -130,8 +131,8 @@ inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
   return std::nullopt;
 }
 
-// The opcode that takes items of this kind as its input. There is none for some kinds, such as pushes and
-// norms.
+// Finds the opcode that takes items of this kind as its input. Some kinds, such as pushes and norms, have
+// none.
 [[nodiscard]] constexpr std::optional<Opcode> find_user(EdgeKind kind) {
   for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
     if (kOpcodeTraits.at(opcode).needs == kind) return static_cast<Opcode>(opcode);

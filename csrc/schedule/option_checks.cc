@@ -1,4 +1,4 @@
-// Implements check_schedule_options(), and checks of single numbers.
+// Implements check_schedule_options() and the checks of single numbers of program.h.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -82,7 +82,7 @@ bool has_replicas(const Placement& placement) {
                              [](const Place& place) { return !place.is_spare && place.replica.value() > 0; });
 }
 
-// Refuses two of the core's own options that exclude each other.
+// Refuses two options of the core that exclude each other.
 void check_together(const ScheduleOptions& options) {
   const ScheduleRules& rules = rules_of(options);
   const std::string schedule = "schedule is '" + options.schedule + "'";
@@ -123,7 +123,8 @@ void check_length(const char* name, std::size_t length, const ScheduleOptions& o
                   ": " + why);
 }
 
-// Placement::in_order() places replicas and spares in order, so only single replicas may be elsewhere.
+// Placement::in_order() puts replicas and spares in order. So only a placement without replicas can be in
+// another order.
 void check_one_stage_per_worker(const Placement& placement) {
   if (placement.num_ranks() > placement.num_stages()) return;
   for (const Place& place : placement.places()) {
@@ -189,8 +190,8 @@ void check_ties(const ScheduleOptions& options) {
   }
 }
 
-// The first stage with too short a round for 2bw, if a minibatch has m microbatches: a replica must have at
-// least n_s - 1 microbatches of a round.
+// Returns the first stage whose rounds are too short for 2bw, if a minibatch has m microbatches. A replica
+// needs at least n_s - 1 microbatches of a round.
 std::optional<StageIndex> stage_not_covered(const ScheduleOptions& options, std::int64_t m) {
   for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
     const std::int64_t num_replicas = num_replicas_of(options, stage);

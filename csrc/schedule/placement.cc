@@ -18,7 +18,6 @@ std::string name_of(StageIndex stage, std::int64_t replica) {
   return "stage " + std::to_string(stage.value()) + " replica " + std::to_string(replica);
 }
 
-// Throws UserError for a rank out of range, and for ranks with a gap.
 void check_ranks(const std::vector<std::int64_t>& rank_of_stage) {
   const std::set<std::int64_t> ranks(rank_of_stage.begin(), rank_of_stage.end());
   std::int64_t next = 0;

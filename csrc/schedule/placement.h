@@ -1,5 +1,5 @@
-// The rank of every replica of every stage, and the places of every rank. No other code computes a rank from
-// a stage. Plain value; any thread.
+// A Placement knows the rank of every replica of every stage, and which stages a rank has. No other code
+// computes a rank from a stage. Plain value; any thread.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Place {
 
 class Placement {
  public:
-  Placement() = default;  // of no stage
+  Placement() = default;  // has no stages
   // Places one replica of each stage, at these ranks. Throws UserError for a rank below 0, and for ranks with
   // a gap.
   [[nodiscard]] static Placement at_ranks(const std::vector<std::int64_t>& rank_of_stage);
@@ -37,10 +37,10 @@ class Placement {
   // These functions throw UserError for a stage or a replica that the placement does not have.
   [[nodiscard]] std::int64_t num_replicas(StageIndex stage) const;
   [[nodiscard]] std::int64_t num_owners(StageIndex stage) const;         // replicas and spares
-  [[nodiscard]] std::int64_t num_spares() const { return num_spares_; }  // of all stages
+  [[nodiscard]] std::int64_t num_spares() const { return num_spares_; }  // of all stages together
   [[nodiscard]] Rank rank_of(StageIndex stage, ReplicaIndex replica = {}) const;
 
-  // The places at the rank, in the order of stages; none for a rank that is not in use.
+  // The places at the rank, in the order of stages. Empty for a rank that the placement does not use.
   [[nodiscard]] std::vector<Place> places_at(Rank rank) const;
   [[nodiscard]] std::vector<StageIndex> stages_at(Rank rank) const;
   [[nodiscard]] const std::vector<Place>& places() const { return places_; }

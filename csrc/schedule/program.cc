@@ -19,8 +19,8 @@ namespace {
 // sum of the r_s, inside 64 bits.
 constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
-// How late the weights of a forward are (ReadDelay), in microbatches of one replica of the stage; under
-// vertical sync, of one replica of the input stage.
+// How many microbatches late the weights of a forward are (ReadDelay). It counts microbatches of one replica
+// of the stage, or under vertical sync of one replica of the input stage.
 std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
   switch (rules_of(options).delay) {
     case ReadDelay::kNone:
@@ -32,7 +32,7 @@ std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
     case ReadDelay::kRound:
       return rounds_of(options, stage).own_per_round();
     case ReadDelay::kListed:
-      break;  // no formula has it
+      break;  // a written program has no formula
   }
   PD_CHECK(false, options.schedule);
 }
@@ -41,13 +41,12 @@ std::int64_t backward_delay(const ScheduleOptions& options, StageIndex stage) {
   return rules_of(options).stashes ? forward_delay(options, stage) : 0;
 }
 
-// The stage's weight version when the pipeline began.
+// The weight version of the stage with which the pipeline began.
 std::int64_t begun_with(const ScheduleOptions& options, const Rounds& rounds) {
   return rounds.round_of(options.oldest_minibatch.value_or(options.first_minibatch));
 }
 
-// Makes the rule of a stage. counted: the stage whose numbers of replicas and of microbatches per round are r
-// and c in the rule (VersionRule).
+// Makes the rule of a stage. counted: the stage that gives r and c in the formula of VersionRule.
 VersionRule make_rule(const ScheduleOptions& options, StageIndex stage, StageIndex counted,
                       std::int64_t delay) {
   const Rounds rounds = rounds_of(options, stage);
@@ -96,8 +95,8 @@ Phase listed_phase_of(const ScheduleOptions& options, Instruction instruction,
   return options.program->phase_of(instruction, num_minibatches);
 }
 
-// The most microbatches that are in flight at one stage of a worker with several stages. Counts them in the
-// worker's list of the first minibatch.
+// Counts, in the worker's list of the first minibatch, the most microbatches that are in flight at this
+// stage. The worker has several stages.
 std::int64_t count_in_flight_at_chunk(const ScheduleOptions& options, StageIndex stage) {
   ComputeCursor cursor(options, rank_of(options, stage));
   cursor.set_num_minibatches(options.first_minibatch.value() + 1);
@@ -236,8 +235,8 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   const std::vector<StageIndex> stages = stages_at(options, rank);
   const auto chunk = std::find(stages.begin(), stages.end(), instruction.stage) - stages.begin();
   const MicrobatchOrder::Item item{chunk, instruction.microbatch.value()};
-  // A schedule that drains has all three phases in every round, so positions are counted from the round's
-  // first. The others count from the start of the run.
+  // A schedule that drains goes through all three phases in every round, so its positions count from the
+  // round's first position. Those of other schedules count from the start of the run.
   const Rounds positions = positions_of(options, instruction.stage);
   const bool starts_anew = rules_of(options).drains();
   const std::int64_t num_own =
@@ -261,8 +260,8 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   } else {
     backward = own_index(order.backward_position(item));
   }
-  // In the steady phase a backward follows the forward with index `partner`, which fills the window. A
-  // backward without such a forward is in the cool-down.
+  // In the steady phase a backward comes after the forward with index `partner`, which has filled the window.
+  // A backward that has no such forward is in the cool-down.
   const std::int64_t partner = backward + num_warm_up;
   const std::int64_t end_of_round = std::min(num_own, first_of_round + positions.own_per_round());
   const bool is_paired =

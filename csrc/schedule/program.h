@@ -25,16 +25,16 @@
 //
 // So under pipedream with m >= n_s only the first n_s - 1 microbatches of a minibatch are one update late.
 // flush, gpipe, model_parallel, data_parallel and interleaved drain: they forward a minibatch only after the
-// update of the minibatch before. Only with `interleaved` does a worker hold several stages: stage s lies at
-// worker s mod W. Inside a worker the backwards of one stage go in the order of its forwards.
+// update of the minibatch before. Only under interleaved does a worker hold several stages: stage s lies at
+// worker s mod W. A worker does the backwards of one stage in the order of its forwards.
 //
 // Replicas. In a stage with r_s replicas, microbatch k goes to replica k mod r_s. Each replica has a program
 // of its own, over its own microbatches in their order. A round is R_s = lcm(m, r_s) / m minibatches in a
 // row, and the mean of their gradients makes one update. So each replica has c_s = R_s m / r_s microbatches
-// of a round. A schedule that drains has the same rounds at all stages, R = lcm(m, all r_s) / m, and drains
-// after every round. With m a multiple of every r_s a round is one minibatch. The last round of a run may be
-// short; its mean is over its minibatches. A version counts rounds; j = floor(i / R_s) is the round of
-// minibatch i. k' counts a replica's own microbatches, k' = floor(k / r_s).
+// of a round. If m is a multiple of every r_s, a round is one minibatch. A schedule that drains has the same
+// rounds at all stages, R = lcm(m, all r_s) / m, and drains after every round. The last round of a run may be
+// short; its mean is over the minibatches that it has. A version counts rounds; j = floor(i / R_s) is the
+// round of minibatch i. k' counts a replica's own microbatches, k' = floor(k / r_s).
 //
 //   pipedream, stage 0 of 2-1: replica 0   F0 F2 | B0 U0 F4 B2 U2 F6 ...    U2: of the round from minibatch 2
 //                              replica 1   F1 F3 | B1 U0 F5 B3 U2 F7 ...
@@ -53,22 +53,23 @@
 //
 // With replicas W_s is min(c_s, n_s) for flush and c_s for gpipe.
 //
-// Every replica owns a shard of the stage's parameters, which it alone updates. For an update it needs the
-// gradients of all members of the round, and the other replicas need its new version (PUSH and PULL,
-// transfers.h). So every replica has the UPDATE of every round, even of a short last round in which it has no
-// minibatch. The UPDATE follows the backward of the replica's last microbatch of the round. With a staleness
-// of x rounds, at replicated stages, it comes ceil(x / 2) of the replica's rounds later: half of the
-// staleness is time for gradients to arrive, half is time for the new version to reach the other replicas.
+// Every replica owns a shard of the stage's parameters, and only the owner updates it. The owner needs the
+// gradients of all members of the round, which are the replicas with a microbatch in it. The other replicas
+// need the owner's new version (PUSH and PULL, transfers.h). So every replica has the UPDATE of every round,
+// even of a short last round in which it has no minibatch. The UPDATE follows the backward of the replica's
+// last microbatch of the round. With a staleness of x rounds, at replicated stages, it comes ceil(x / 2) of
+// the replica's rounds later. Half of the staleness is time for gradients to arrive. The other half is time
+// for the new version to reach the other replicas.
 //
-// Spares are workers that own shards but have no minibatches (BytePS, OSDI'20). A spare's program is the
-// UPDATE of every round, each after all members of the round have pushed. Spares do not change which versions
-// are read. Their replica indices follow the replicas'.
+// Spares are workers that own shards but have no minibatches (BytePS, OSDI'20). A spare's program has the
+// UPDATE of every round, after all members of the round have pushed. Spares do not change which versions are
+// read. Their replica indices come after those of the replicas.
 //
 //   stage 0 of 2-1 with a spare: replica 2   RECV push from 0, from 1   U0   SEND pull to 0, to 1   RECV ...
 //
 // With asynchronous shards (Downpour SGD, NIPS'12; Project Adam, OSDI'14) each replica's microbatches of a
-// round are a round of its own. The replica's version j + 1 of a shard is the owner's state right after it
-// added this replica's gradient of round j. The lists are as in other schedules; only the contents of a
+// round are a round of their own. The replica's version j + 1 of a shard is the owner's state right after it
+// added this replica's gradient of round j. The lists are as in other schedules, and only the contents of a
 // version depend on time.
 //
 // interleaved is also 1F1B, over the order of microbatch_order.h. Its window counts the microbatches of all
@@ -78,13 +79,13 @@
 //
 //   f0.0 f0.1 F0.0 F0.1 | f0.2 B0.0 f0.3 B0.1 F0.2 b0.0 F0.3 b0.1 | B0.2 B0.3 b0.2 b0.3 u0 U0 | f1.0 ...
 //
-// With recompute a RECOMPUTE stands right before its BACKWARD and reads the same version: the one that its
-// FORWARD read, or for unstashed the newest. The gradient is then computed with that version.
+// With recompute a RECOMPUTE stands right before its BACKWARD and reads the same version as the BACKWARD.
 //
 // Pure. The number of minibatches may be unknown at the start, as for an iterable of unknown length. It is
-// set once, at the latest when the first stage would forward a minibatch that does not exist. Sources:
-// PipeDream (SOSP'19), section 3; PipeDream-2BW (ICML'21), sections 3.1 and 3.2; GPipe (NeurIPS'19), section
-// 2.3; Megatron-LM (SC'21), section 2.2. docs/schedules.md has the table.
+// set once, at the latest when the first stage would forward a minibatch that does not exist.
+//
+// Sources: PipeDream (SOSP'19), section 3; PipeDream-2BW (ICML'21), sections 3.1 and 3.2; GPipe (NeurIPS'19),
+// section 2.3; Megatron-LM (SC'21), section 2.2. docs/schedules.md has the table.
 #pragma once
 
 #include <cstdint>
@@ -102,7 +103,7 @@
 
 namespace pipedream {
 
-// Two stages that share parameters: the owner, upstream of the user, updates them.
+// Two stages that share parameters. The owner, upstream of the user, updates them.
 struct TiedStages {
   StageIndex owner;
   StageIndex user;
@@ -120,29 +121,29 @@ inline constexpr const char* kListedSchedule = "program";
 struct ScheduleOptions {
   std::string schedule = "pipedream";
   std::vector<std::int64_t> in_flight = {1};  // n_s of every replica of each stage
-  std::int64_t num_microbatches = 1;          // m, of every minibatch
+  std::int64_t num_microbatches = 1;          // m, the same for every minibatch
   Placement placement;                        // empty: stage s at rank s, one replica of each
   std::vector<bool> recompute{};              // per stage; empty: nowhere
   std::vector<TiedStages> ties{};             // ascending, each pair once
   // Whether norms of gradients are exchanged before every update: over all stages if the schedule drains,
   // otherwise over the replicas of a stage.
   bool exchanges_norms = false;
-  // The run starts with this minibatch i0, a multiple of every R_s. The weights then have version i0 / R_s.
-  // A microbatch reads max(oldest, ...) where the table says max(0, ...). `oldest` is the version of the
-  // start if there is no older one, as after a drain.
+  // The minibatch i0 with which the run starts, a multiple of every R_s. The weights then have version i0 /
+  // R_s. A microbatch reads max(oldest, ...) where the table says max(0, ...). Here `oldest` is i0 / R_s, or
+  // an older version if oldest_minibatch is set.
   MinibatchId first_minibatch{};
-  // Set in a run that continues an earlier pipeline exactly as if it had never stopped. It is the minibatch
-  // with which the earlier pipeline began, and also a multiple of every R_s. The kept versions since this
-  // minibatch exist at the start. A stage that does not stash keeps one version; the worker itself holds the
-  // older versions that the first n_s - 1 microbatches have read.
+  // Set in a run that continues an earlier pipeline exactly as if that had never stopped. It is the minibatch
+  // with which the earlier pipeline began, also a multiple of every R_s. The first microbatches then read
+  // versions older than i0 / R_s. A stage that stashes has them in its slots. A stage that does not stash has
+  // one slot, and the worker itself holds them.
   std::optional<MinibatchId> oldest_minibatch{};
-  std::int64_t staleness = 0;  // x, in rounds: how much older a version may be
-  // Whether the replicas make an update by a collective. Then nothing is pushed or pulled over edges.
+  std::int64_t staleness = 0;  // x: how many rounds older a version may be
+  // Whether the replicas make an update by a collective. If so, no shards are pushed or pulled.
   bool uses_allreduce = false;
   // Whether a shard is updated with each replica's gradient separately, as soon as it comes.
   bool asynchronous = false;
-  // The written program, if the schedule is kListedSchedule (listed_program.h). It also decides in_flight and
-  // num_microbatches.
+  // The written program, if the schedule is kListedSchedule (listed_program.h). in_flight and
+  // num_microbatches must be the program's.
   std::shared_ptr<const ListedProgram> program{};
   // Whether there are edges for validation minibatches (evaluations.h).
   bool evaluates = false;
@@ -151,14 +152,16 @@ struct ScheduleOptions {
 // Throws UserError, one line with the value and the remedy, for
 //   - an unknown schedule, no stage, and lists or a placement of the wrong length
 //   - numbers out of range: in_flight, num_microbatches, first_minibatch, oldest_minibatch, staleness
+//   - a first_minibatch or oldest_minibatch that is no multiple of every R_s
 //   - stages that are not at ranks 0, 1, 2, ... in order, replica by replica; for interleaved, stages that
 //     are not at rank s mod W, an S that is no multiple of W, or W = 1 with several stages
-//   - 2bw with c_s < n_s - 1 at any stage, and rounds of more than kMinibatchesPerRoundMax
+//   - 2bw with c_s < n_s - 1 at any stage
+//   - a schedule that drains with rounds of more than kMinibatchesPerRoundMax
 //   - ties that do not ascend, or whose owner is not upstream of their user
 //   - spares of a stage without replicas, and more spares than replicas
 //   - a written program for another plan, or together with a schedule's name
 //   - options that exclude each other (exclusions.h).
-// All functions below expect options that it accepts, and stages and microbatches of the plan.
+// All functions below expect options that this function accepts, and stages and microbatches of the plan.
 void check_schedule_options(const ScheduleOptions& options);
 // The smallest num_microbatches that the other options allow.
 [[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);
@@ -170,7 +173,7 @@ inline constexpr std::int64_t kNumMinibatchesMax = std::int64_t{1} << 40;
 inline constexpr std::int64_t kMinibatchesPerRoundMax = std::int64_t{1} << 20;
 inline constexpr std::int64_t kStalenessMax = std::int64_t{1} << 20;
 
-// Throws UserError outside 0 to kNumMinibatchesMax, and below the first minibatch.
+// Throws UserError if the number is below the first minibatch or above kNumMinibatchesMax.
 void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_minibatches);
 
 // The names that `schedule` may have, in the order of the table above.
@@ -178,18 +181,18 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 
 [[nodiscard]] std::int64_t num_stages(const ScheduleOptions& options);
 [[nodiscard]] std::int64_t num_workers(const ScheduleOptions& options);
-// options.placement, or if that is empty the default: stage s at rank s.
+// Returns options.placement, or stage s at rank s if that is empty.
 [[nodiscard]] Placement placement_of(const ScheduleOptions& options);
 [[nodiscard]] bool has_replicas(const ScheduleOptions& options);  // of any stage
 // The stage's Rounds: how its microbatches go to replicas and updates.
 [[nodiscard]] Rounds rounds_of(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options);
-// The number of minibatches after which the rounds of all stages end together: lcm(m, all r_s) / m. A result
-// above kMinibatchesPerRoundMax is not exact: it only says that the number exceeds this maximum.
+// The number of minibatches after which the rounds of all stages end together: lcm(m, all r_s) / m. The
+// result is exact up to kMinibatchesPerRoundMax. A larger result only says that the number is larger.
 [[nodiscard]] std::int64_t minibatches_between_drains(const ScheduleOptions& options);
 
-// Whether every round is finished at all stages before the next round starts at any stage, as with flush,
-// gpipe, interleaved, model_parallel and data_parallel. So a norm over all stages can be taken before the
+// Whether every round is finished at all stages before the next round starts at any stage, as under flush,
+// gpipe, interleaved, model_parallel and data_parallel. Then a norm over all stages can be taken before the
 // updates. Without replicas a round is one minibatch.
 [[nodiscard]] bool drains_every_minibatch(const ScheduleOptions& options);
 // Whether every backward of the stage reads the version that its forward read. It does not under unstashed,
@@ -201,27 +204,28 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage,
                                             MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage);
-// The mean number of updates by which the version that a forward reads is older than the version that its
-// round updates. Under `pipedream` it is (n_s - 1) / c_s plus the staleness.
+// How many updates older, on average, the version that a forward reads is than the version that its round
+// updates. Under `pipedream` it is (n_s - 1) / c_s plus the staleness.
 [[nodiscard]] double mean_delay(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
                                              MinibatchId minibatch, MicrobatchIndex microbatch = {});
 // The oldest version that is kept when the run starts.
 [[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage);
-// The version that all stages read of a parameter that they share, forward and backward. It counts the
-// owner's rounds, because the owner updates it. If the stages of the schedule read different versions, it is
-// the version that vertical sync would read at the owner, less the staleness; otherwise it is the owner's.
-// For written programs see listed_program.h.
+// The version of a shared parameter that all stages with this parameter read, forward and backward. It counts
+// the owner's rounds, because the owner updates the parameter. Under pipedream and unstashed, where stages
+// read different versions, it is the version that vertical sync would read at the owner, less the staleness.
+// Under other schedules it is the version that the owner's forward reads. listed_program.h has the rule for
+// written programs.
 [[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner,
                                          MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner);
 [[nodiscard]] std::int64_t num_tied_versions_kept(const ScheduleOptions& options, StageIndex owner);
-// The largest number of versions that the owner may have made after the newest version that a replica of the
-// user has asked for.
+// A bound on how many versions the owner may have made after the newest version that a replica of the user
+// needs.
 [[nodiscard]] std::int64_t num_tied_versions_ahead(const ScheduleOptions& options, const TiedStages& tied);
 
-// The number of rounds whose gradients a replica may hold at once: 1, plus half of the staleness at a
-// replicated stage.
+// The number of rounds whose gradients a replica may hold at once: 1, plus half of the staleness (rounded up)
+// at a replicated stage.
 [[nodiscard]] std::int64_t num_gradients_kept(const ScheduleOptions& options, StageIndex stage);
 
 // W_s: the most microbatches that are forwarded and not yet backwarded at a replica of the stage.
@@ -234,8 +238,8 @@ enum class Phase { kWarmUp, kSteady, kCoolDown };
 
 [[nodiscard]] const char* phase_name(Phase phase);  // "warm-up", "steady", "cool-down"
 
-// The phase of an instruction. Schedules that drain go through all three phases in every round; other
-// schedules and listed programs do so once in a run. While the number of minibatches is unknown, no
+// The phase of an instruction. Schedules that drain go through all three phases in every round. Other
+// schedules and written programs do so once in a run. As long as the number of minibatches is unknown, no
 // instruction is in the cool-down. All instructions of a spare are in the steady phase.
 [[nodiscard]] Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                              std::optional<std::int64_t> num_minibatches);
@@ -245,13 +249,13 @@ class ComputeCursor {
  public:
   ComputeCursor(ScheduleOptions options, Rank rank);
 
-  // The instruction to do next; empty when the program is over. While the number of minibatches is
-  // unknown the program never ends.
+  // The instruction to do next; empty when the program is over. As long as the number of minibatches is
+  // unknown, the program never ends.
   [[nodiscard]] std::optional<Instruction> current() const;
   void advance();
 
-  // Says how many minibatches there are. Allowed once, and not below the number of minibatches already
-  // forwarded.
+  // Sets the number of minibatches. Call it once. The number must not be below the minibatches that are
+  // forwarded already.
   void set_num_minibatches(std::int64_t num_minibatches);
   // Whether set_num_minibatches() would accept the number. Ask first when the number comes from another
   // process.
@@ -262,15 +266,16 @@ class ComputeCursor {
   [[nodiscard]] WeightVersion newest_version() const {
     return WeightVersion(rounds_.first_version().value() + num_updates_ / order_.num_chunks);
   }
-  // The number of the replica's forwarded microbatches. Skipped microbatches, which do not exist, count too.
+  // The number of microbatches that the replica has forwarded. Positions without a microbatch
+  // (microbatch_order.h) count too.
   [[nodiscard]] std::int64_t num_forwarded() const { return num_forwarded_; }
 
   [[nodiscard]] const ScheduleOptions& options() const { return options_; }
   [[nodiscard]] Rank rank() const { return rank_; }
 
  private:
-  // The number of the replica's own positions in the run. While num_minibatches is unknown it is larger than
-  // any real count.
+  // The number of the replica's positions in the run. As long as num_minibatches is unknown, it is larger
+  // than in any run.
   [[nodiscard]] std::int64_t num_own() const;
   [[nodiscard]] bool is_update_due() const;
   [[nodiscard]] bool may_forward() const;
@@ -290,29 +295,29 @@ class ComputeCursor {
   std::optional<std::int64_t> num_minibatches_;
 
   // Values that the options give for this worker.
-  std::vector<StageIndex> stages_;  // chunk by chunk
+  std::vector<StageIndex> stages_;  // by chunk (microbatch_order.h)
   ReplicaIndex replica_;            // the worker's replica of its only stage; 0 if it has several stages
   MicrobatchOrder order_;
   // These members are the same for every stage of this worker.
   Rounds rounds_;
-  Rounds positions_;  // rounds_ with positions of order_ in place of microbatches
+  Rounds positions_;  // as rounds_, but it counts positions of order_ instead of microbatches
   VersionRule forward_rule_;
   VersionRule backward_rule_;
   std::int64_t window_ = 1;
   bool drains_ = false;
-  std::int64_t num_delayed_ = 0;  // rounds by which an update stands later than the backward it needs
+  std::int64_t num_delayed_ = 0;  // how many rounds an update stands behind the last backward that it needs
 
-  // Counts of the replica's own positions since the start. Skipped positions, whose microbatch does not
-  // exist, count too.
+  // These count the replica's own positions since the start of the run. Positions without a microbatch count
+  // too.
   std::int64_t num_forwarded_ = 0;
   std::int64_t num_backwarded_ = 0;
-  std::int64_t num_updates_ = 0;  // of all stages here
-  bool recomputed_ = false;       // whether the next microbatch to go backward is recomputed
-  std::int64_t position_ = 0;     // in a listed program
+  std::int64_t num_updates_ = 0;  // of all stages of this worker
+  bool recomputed_ = false;       // whether the RECOMPUTE before the next BACKWARD is done
+  std::int64_t position_ = 0;     // in the list of a written program
 };
 
-// The list of what one worker computes, up to minibatch num_minibatches - 1. Throws UserError as
-// check_num_minibatches and for a rank that the plan does not have.
+// Makes the list of what one worker computes, up to minibatch num_minibatches - 1. Throws UserError as
+// check_num_minibatches() does, and for a rank that the plan does not have.
 [[nodiscard]] std::vector<Instruction> make_compute_program(const ScheduleOptions& options, Rank rank,
                                                             std::int64_t num_minibatches);
 

@@ -74,12 +74,12 @@ void ProgramCursor::refill() {
   fill();
 }
 
-// Adds the RECVs before a boundary's first EVALUATE. They receive versions that would otherwise be received
-// before later forwards. early_ remembers these RECVs, so that the later forwards leave them out. RECVs that
-// an earlier evaluation has done are left out here.
+// Fills instructions_ with an EVALUATE and its transfers. Before a boundary's first EVALUATE they include
+// RECVs of versions that would otherwise come before later forwards. early_ remembers these RECVs, so that
+// the later forwards leave them out. RECVs that an earlier evaluation has done are left out here.
 void ProgramCursor::fill_evaluation(const Instruction& evaluate) {
   instructions_.clear();
-  if (evaluate.microbatch == MicrobatchIndex(0) && num_finals_ == 0) {  // otherwise all versions have come
+  if (evaluate.microbatch == MicrobatchIndex(0) && num_finals_ == 0) {  // else all versions have come
     transfers_.add_versions_of(evaluate, compute_.num_forwarded(), instructions_);
     const std::vector<Instruction> versions = instructions_;
     leave_out_early();
@@ -91,8 +91,8 @@ void ProgramCursor::fill_evaluation(const Instruction& evaluate) {
 }
 
 // Fills instructions_ with the computed instruction and its transfers. When the number of minibatches becomes
-// known, it is called again for the same instruction. That call can only drop transfers behind position_,
-// because the members of a round are its first replicas.
+// known, this is called again for the same instruction. That call drops pushes from replicas that are no
+// members of the run's last round. They come after all other pushes, so position_ stays right.
 void ProgramCursor::fill() {
   if (!computed_) return;
   instructions_.clear();
@@ -120,7 +120,7 @@ void ProgramCursor::refill_at_end() {
 
 namespace {
 
-// Throws UserError unless the run may be evaluated at these boundaries.
+// Throws UserError unless the boundaries ascend and each is a boundary of the run.
 void check_evaluated(const ScheduleOptions& options, std::int64_t num_minibatches,
                      const std::vector<Evaluated>& evaluated) {
   std::int64_t before = options.first_minibatch.value() - 1;

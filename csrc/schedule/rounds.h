@@ -1,18 +1,18 @@
-// Deals the microbatches of a run to the replicas of one stage, and groups them into rounds. Each round makes
-// one update (program.h). Pure arithmetic; any thread.
+// Deals the microbatches of a run to the replicas of one stage, and groups them into rounds. The mean
+// of a round's gradients makes one update (program.h). Pure arithmetic; any thread.
 //
-//   3 replicas, 3 minibatches of 2     minibatch    0     1     2
-//   3 minibatches a round              microbatch   0  1  0  1  0  1
-//                                      number       0  1  2  3  4  5
+//   3 replicas, 2 microbatches         minibatch    0     1     2
+//   per minibatch, so 3                microbatch   0  1  0  1  0  1
+//   minibatches per round              number       0  1  2  3  4  5
 //                                      replica      0  1  2  0  1  2
 //
-// A microbatch's number counts through the run: with m microbatches per minibatch, minibatch i has the
-// numbers i m to i m + m - 1. Microbatches go to the replicas in turn. A round is the smallest number of
-// minibatches that gives each replica equally many microbatches; a schedule may need longer rounds. Rounds
-// are counted from minibatch 0, and round j makes version j + 1 from version j. A replica counts its own
-// microbatches from the start of the run. With asynchronous shards each replica's part of a round is a round
-// of its own and makes a version of its own. Spares have no microbatches; their replica indices follow the
-// replicas'.
+// A microbatch's number counts from minibatch 0: with m microbatches per minibatch, microbatch q of minibatch
+// i has number i m + q. Microbatches go to the replicas in turn. A round is the smallest number of
+// minibatches that gives each replica equally many microbatches; a schedule may need longer rounds.
+//
+// Rounds are counted from minibatch 0, and round j makes version j + 1 from version j. With asynchronous
+// shards (program.h) each replica's microbatches of a round are a round of their own and make a version of
+// their own. Spares (program.h) have no microbatches. Their replica indices come after those of the replicas.
 #pragma once
 
 #include <algorithm>
@@ -26,11 +26,11 @@
 namespace pipedream {
 
 struct Rounds {
-  std::int64_t first_minibatch = 0;        // the run's first; it begins a round
+  std::int64_t first_minibatch = 0;        // the first minibatch of the run, with which a round begins
   std::int64_t num_replicas = 1;           // r
-  std::int64_t minibatches_per_round = 1;  // R; R m is a multiple of r
+  std::int64_t minibatches_per_round = 1;  // R, so that R m is a multiple of r
   bool asynchronous = false;
-  std::int64_t num_microbatches = 1;  // m, of every minibatch
+  std::int64_t num_microbatches = 1;  // m, the same for every minibatch
 
   [[nodiscard]] std::int64_t number_of(MinibatchId minibatch, MicrobatchIndex microbatch) const {
     return minibatch.value() * num_microbatches + microbatch.value();
@@ -53,19 +53,19 @@ struct Rounds {
   [[nodiscard]] MinibatchId begin_of(std::int64_t round) const {
     return MinibatchId(round * minibatches_per_round);
   }
-  // The minibatch after the round's last minibatch. While num_minibatches is unknown, the round counts as a
-  // whole round.
+  // The minibatch after the round's last minibatch. As long as num_minibatches is unknown, a round counts as
+  // full.
   [[nodiscard]] MinibatchId end_of(std::int64_t round, std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t end = begin_of(round + 1).value();
     return MinibatchId(num_minibatches ? std::min(end, *num_minibatches) : end);
   }
-  // Whether the replica has a microbatch in the round, in a run that ends before minibatch num_minibatches.
+  // Whether the replica has a microbatch in the round, if the run has num_minibatches minibatches.
   [[nodiscard]] bool is_member(ReplicaIndex replica, std::int64_t round, std::int64_t num_minibatches) const {
     return !is_spare(replica) && first_number(replica, round) < num_minibatches * num_microbatches;
   }
   [[nodiscard]] bool is_spare(ReplicaIndex replica) const { return replica.value() >= num_replicas; }
 
-  // The version at the start of the run. last_version() is the replica's version at the end of the run.
+  // The version at the start of the run. last_version() is the version of the replica at the end of the run.
   [[nodiscard]] WeightVersion first_version() const {
     return WeightVersion(first_minibatch / minibatches_per_round);
   }
@@ -73,8 +73,9 @@ struct Rounds {
     return WeightVersion(num_begun(asynchronous ? replica : ReplicaIndex(0), num_minibatches));
   }
 
-  // The number of microbatches of one replica in a round. Below, `index` counts one replica's microbatches,
-  // and `number` counts the microbatches of the whole run.
+  // How many microbatches of a round one replica has. In the functions below, `index` counts the microbatches
+  // of one replica from the start of the run. `number` counts the microbatches of all replicas from minibatch
+  // 0.
   [[nodiscard]] std::int64_t own_per_round() const { return microbatches_per_round() / num_replicas; }
   [[nodiscard]] std::int64_t own_number(ReplicaIndex replica, std::int64_t index) const {
     return first_minibatch * num_microbatches + replica.value() + index * num_replicas;
@@ -86,14 +87,14 @@ struct Rounds {
     return count_from(replica, first_minibatch * num_microbatches + replica.value(),
                       num_minibatches * num_microbatches);
   }
-  // Whether the microbatch is the first, or the last, of its minibatch at its replica.
+  // Whether the microbatch is the first, or the last, that its replica has of its minibatch.
   [[nodiscard]] bool is_first_of_minibatch(MicrobatchIndex microbatch) const {
     return microbatch.value() < num_replicas;
   }
   [[nodiscard]] bool is_last_of_minibatch(MicrobatchIndex microbatch) const {
     return microbatch.value() + num_replicas >= num_microbatches;
   }
-  // The minibatch of the replica's first microbatch in the round, in a run that is long enough.
+  // The minibatch of the replica's first microbatch in the round, if the run is long enough to have one.
   [[nodiscard]] MinibatchId first_of(ReplicaIndex replica, std::int64_t round) const {
     return minibatch_of(first_number(replica, round));
   }
@@ -104,15 +105,15 @@ struct Rounds {
                ? 0
                : (after + microbatches_per_round() - 1) / microbatches_per_round();
   }
-  // The number of the replica's microbatches in the round. While num_minibatches is unknown, the round counts
-  // as a whole round.
+  // The number of the replica's microbatches in the round. As long as num_minibatches is unknown, a round
+  // counts as full.
   [[nodiscard]] std::int64_t num_own_in(ReplicaIndex replica, std::int64_t round,
                                         std::optional<std::int64_t> num_minibatches) const {
     return count_from(replica, first_number(replica, round),
                       end_of(round, num_minibatches).value() * num_microbatches);
   }
-  // Whether the replica has no microbatch of this round after the minibatch. While num_minibatches is
-  // unknown, the round counts as a whole round.
+  // Whether the replica has no microbatch of this round after the minibatch. As long as num_minibatches is
+  // unknown, a round counts as full.
   [[nodiscard]] bool is_over_after(ReplicaIndex replica, MinibatchId minibatch,
                                    std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t end = end_of(round_of(minibatch), num_minibatches).value() * num_microbatches;
@@ -120,8 +121,8 @@ struct Rounds {
     const std::int64_t next = after + (replica.value() + num_replicas - after % num_replicas) % num_replicas;
     return next >= end;
   }
-  // Whether the microbatch is its replica's first, or last, of the round. While num_minibatches is unknown,
-  // the round counts as a whole round.
+  // Whether the microbatch is the first, or the last, that its replica has of its round. As long as
+  // num_minibatches is unknown, a round counts as full.
   [[nodiscard]] bool is_first_own(std::int64_t number) const {
     return number % microbatches_per_round() < num_replicas;
   }
@@ -134,28 +135,31 @@ struct Rounds {
   [[nodiscard]] std::int64_t first_number(ReplicaIndex replica, std::int64_t round) const {
     return begin_of(round).value() * num_microbatches + replica.value();
   }
-  // The number of the replica's microbatches from `number` on and before `end`.
+  // Counts the replica's microbatches from `number`, which is one of them, up to but not including `end`.
   [[nodiscard]] std::int64_t count_from(ReplicaIndex replica, std::int64_t number, std::int64_t end) const {
     return end <= number || is_spare(replica) ? 0 : (end - number + num_replicas - 1) / num_replicas;
   }
 };
 
-// The rule for the version that a microbatch reads at a stage. A round of the stage has M microbatches:
+// A VersionRule says which version a microbatch reads at a stage:
 //
 //   max(lowest, floor(floor((floor(number / r) - delay) / c) r c / M) - staleness)
 //
-// number: the microbatch's number in the run. delay: how many microbatches of its replica the version is
-// late. r: a number of replicas. c: the microbatches of each of these replicas in a round. Usually r and c
-// are figures of the stage itself, so that r c = M; under vertical sync they are figures of the input stage.
-// For a written program `listed` has each version, and the formula is not used.
+// `number` is the microbatch's number in the run, and M the microbatches of a round. `delay` says how many
+// microbatches of its replica the version is late. Usually r is the stage's number of replicas and c the
+// microbatches of a round that each of them has, so that r c = M. Under vertical sync r and c are those of
+// the input stage. For example, with r = 1, c = M = 2 and delay = 1 microbatches 0 to 5 read versions 0 0 0 1
+// 1 2.
+//
+// For a program that the user has written, `listed` has each version, and the formula is not used.
 struct VersionRule {
   std::int64_t num_replicas = 1;            // r
   std::int64_t own_per_round = 1;           // c
-  std::int64_t delay = 0;                   // microbatches of a replica
+  std::int64_t delay = 0;                   // in microbatches of one replica
   std::int64_t microbatches_per_round = 1;  // M
-  std::int64_t lowest = 0;
-  std::int64_t staleness = 0;           // rounds
-  const ListedReads* listed = nullptr;  // outlives the rule
+  std::int64_t lowest = 0;                  // the oldest version that exists
+  std::int64_t staleness = 0;               // in rounds
+  const ListedReads* listed = nullptr;      // the reads of a written program, else null; outlives the rule
   // For written programs only: the number of the run's first microbatch. The run starts with version
   // `lowest`.
   std::int64_t first_number = 0;

@@ -11,35 +11,35 @@ namespace pipedream {
 
 struct ScheduleOptions;
 
-// How late the weights of a forward are, in microbatches of one replica. With delay d, its microbatch k reads
-// the version that its microbatch k - d would read if the schedule drained.
+// How late the weights of a forward are, in microbatches of one replica. With delay d, the replica's
+// microbatch k reads the version that its microbatch k - d would read if the schedule drained.
 enum class ReadDelay {
-  kNone,     // the schedule drains before every round
-  kOfStage,  // n_s - 1: the other microbatches in flight at the stage
-  kOfInput,  // n_0 - 1: the same at the input stage, whose version all stages read
-  kRound,    // a replica's microbatches of one round
-  kListed,   // the program says it
+  kNone,     // 0, because the schedule drains before every round
+  kOfStage,  // n_s - 1, the number of other microbatches in flight at the stage
+  kOfInput,  // n_0 - 1; all stages read the version that the input stage reads
+  kRound,    // the number of a replica's microbatches in one round
+  kListed,   // what the written program says
 };
 
-// The number of microbatches that may be forwarded and not yet backwarded.
+// How many microbatches may be forwarded and not yet backwarded.
 enum class InFlight {
   kAsPlanned,         // n_s
   kAsPlannedOfRound,  // n_s, but at most a replica's microbatches of one round
   kRound,             // all of a replica's microbatches of one round
   kOne,
-  kOverChunks,  // a worker's stages together, as Megatron-LM counts them
-  kListed,      // the program says it
+  kOverChunks,  // counted over all stages of a worker, as Megatron-LM does
+  kListed,      // what the written program says
 };
 
 struct ScheduleRules {
   std::string_view name;
   ReadDelay delay = ReadDelay::kNone;
   InFlight in_flight = InFlight::kAsPlanned;
-  bool stashes = true;  // a backward reads what its forward has read
+  bool stashes = true;  // a backward reads the version that its forward has read
   bool has_stage_per_worker = true;
   bool has_one_stage = false;
-  bool may_be_stale = false;         // may read versions that are older by the staleness
-  bool may_be_asynchronous = false;  // its shards may update with every gradient that comes
+  bool may_be_stale = false;         // versions may be older by the staleness
+  bool may_be_asynchronous = false;  // shards may be updated with every gradient that comes
   // For planning: whether the paper's cost model covers the schedule, and whether the schedule's own planner
   // gives all stages equally many replicas.
   bool has_cost_formulas = false;
@@ -47,16 +47,16 @@ struct ScheduleRules {
 
   // Whether every round is finished at all stages before the next round starts at any stage.
   [[nodiscard]] constexpr bool drains() const { return delay == ReadDelay::kNone; }
-  // Whether every forward reads the version before the newest. Then a round must have at least n_s - 1
-  // microbatches, where n_s is the number in flight.
+  // Whether every forward reads the version before the newest, as under 2bw. Then a replica must have at
+  // least n_s - 1 microbatches of a round, where n_s is the number in flight.
   [[nodiscard]] constexpr bool is_round_late() const { return delay == ReadDelay::kRound; }
-  // Whether a minibatch needs several microbatches. With one the schedule would have nothing to overlap, or
-  // too short a round.
+  // Whether a minibatch should have several microbatches. With only one, a schedule that drains would have
+  // nothing to overlap, and the rounds of 2bw would be too short.
   [[nodiscard]] constexpr bool needs_microbatches() const {
     return is_round_late() || (drains() && in_flight != InFlight::kOne);
   }
   // Whether workers do the same work in the same order under both schedules. The versions that they read may
-  // differ.
+  // still differ.
   [[nodiscard]] constexpr bool works_as(const ScheduleRules& other) const {
     return in_flight == other.in_flight && drains() == other.drains();
   }
@@ -66,7 +66,7 @@ struct ScheduleRules {
 [[nodiscard]] std::span<const ScheduleRules> named_schedules();
 // Finds a schedule's row by its name or a former name; null for an unknown name.
 [[nodiscard]] const ScheduleRules* find_rules(std::string_view schedule);
-// Expects options that check_schedule_options() has passed.
+// Expects options that check_schedule_options() has accepted.
 [[nodiscard]] const ScheduleRules& rules_of(const ScheduleOptions& options);
 
 }  // namespace pipedream

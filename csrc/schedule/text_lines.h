@@ -1,4 +1,4 @@
-// The lines of a text that people write and read, with comments. Pure; any thread.
+// Reads text line by line, for texts with comments that people write. Pure; any thread.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 
 namespace pipedream {
 
-// Removes from each line its comment, which '#' starts, and the blanks at both ends. Calls read(line, number)
-// for each line that is not empty then. If read() throws a UserError, the line's number is put in front of
-// its text.
+// Calls read(line, number) for each line of the text. The line comes without its comment, which '#' starts,
+// and without blanks at both ends. Lines that are empty then are skipped. If read() throws a UserError, the
+// line's number is put in front of its text.
 template <typename Read>
 void for_each_line(std::string_view text, Read read) {
   constexpr std::string_view kBlanks = " \t\r\v\f";

@@ -10,12 +10,12 @@
 namespace pipedream {
 namespace {
 
-// The reason why an instruction cannot be done; an empty text if it can. The caller adds the instruction's
-// place in the list.
+// A Fault is the reason why an instruction is not allowed at its place; empty if it is allowed. The caller
+// adds the place in the list.
 using Fault = std::string;
 
-// Checks one worker's transfers. An instruction must have received the items that it needs, and the items
-// that it makes must be sent before the next items are made.
+// Checks the transfers in one worker's list. An instruction must have received the items that it needs. The
+// items that it makes must be sent before the next items of their kind are made.
 class TransferChecker {
  public:
   explicit TransferChecker(const ListToCheck& list)
@@ -38,7 +38,7 @@ class TransferChecker {
     begin_update();
   }
 
-  // Returns the first fault with its place in the list; an empty text if there is none.
+  // Returns the first fault with its place in the list, or an empty text.
   [[nodiscard]] std::string run(const std::vector<Instruction>& program) {
     for (std::size_t position = 0; position < program.size(); ++position) {
       const Fault fault = step(program[position]);
@@ -80,7 +80,7 @@ class TransferChecker {
     return "there is nothing to send: it was not made yet, or it was sent already";
   }
 
-  // Checks that the answer to the previous push has been received, because an asynchronous shard has room for
+  // Checks that the answer to the previous push has been received. An asynchronous shard has room for only
   // one answer to each replica.
   [[nodiscard]] Fault check_answered(const Instruction& push) const {
     if (!options_.asynchronous) return {};
@@ -91,7 +91,7 @@ class TransferChecker {
     return {};
   }
 
-  // The RECV of the edge's next version. newest: the version that arrived last.
+  // The RECV of the next version over the edge. newest: the version that arrived last.
   [[nodiscard]] Instruction due_of(const Edge& edge, WeightVersion newest) const {
     const MinibatchId first = rounds_of(options_, edge.from.stage).begin_of(newest.value());
     return {Opcode::kRecv, edge.to.stage, first, {}, {}, edge, edge.to.replica};
@@ -110,7 +110,7 @@ class TransferChecker {
     return {};
   }
 
-  // Receives a version of parameters that another worker updates: of a shard, or of tied parameters.
+  // Receives a version of parameters that another worker updates: of a shard or of tied parameters.
   [[nodiscard]] Fault receive_version(const Instruction& instruction) {
     WeightVersion& newest = newest_received_.at(instruction.edge);
     const StageIndex updater = instruction.edge.from.stage;
@@ -125,8 +125,8 @@ class TransferChecker {
     if (instruction.edge.kind == EdgeKind::kTiedVersion) {
       return check_overwritten(instruction.stage, newest, tied_rule_of(options_, updater));
     }
-    // A stage that does not stash has one slot, and a backward reads the version in it. So only stages that
-    // stash must not overwrite a version too early.
+    // A stage that does not stash has one slot, and a backward reads whatever version is in it. So only a
+    // stage that stashes may overwrite a version too early.
     const VersionRule rule = forward_rule_of(options_, instruction.stage);
     if (stashes_versions(options_, instruction.stage)) {
       if (Fault fault = check_overwritten(instruction.stage, newest, rule); !fault.empty()) return fault;
@@ -134,7 +134,7 @@ class TransferChecker {
     return check_tied_overwritten(instruction.stage, newest);
   }
 
-  // Checks that no microbatch will still read the version that `written` overwrites in its slot.
+  // Checks that no microbatch still reads the version that `written` overwrites in its slot.
   [[nodiscard]] Fault check_overwritten(StageIndex stage, WeightVersion written,
                                         const VersionRule& rule) const {
     const std::int64_t reader = rounds_.own_number(replica_, num_backwarded_.at(stage));
@@ -145,8 +145,8 @@ class TransferChecker {
            std::to_string(minibatch.value()) + " still reads";
   }
 
-  // Checks that no microbatch will still read the version of the stage's own tied parameters that `written`
-  // overwrites. Called when the stage writes or receives a version.
+  // Checks the same for the tied parameters that the stage owns. It is called when the stage writes or
+  // receives a version.
   [[nodiscard]] Fault check_tied_overwritten(StageIndex stage, WeightVersion written) const {
     return owns_ties(stage) ? check_overwritten(stage, written, tied_rule_of(options_, stage)) : Fault();
   }
@@ -156,8 +156,8 @@ class TransferChecker {
                        [&](const TiedStages& tied) { return tied.owner == stage; });
   }
 
-  // The newest round for which the replica has made its gradient. Once all backwards of the replica are done,
-  // this is the run's last round, even if the replica has no microbatch in that round.
+  // The newest round of which the replica has made its whole gradient. Once all backwards of the replica are
+  // done, it is the run's last round, even if the replica has no microbatch in that round.
   [[nodiscard]] std::int64_t newest_complete() const {
     const std::int64_t num_own = num_backwarded_.at(stages_.front());
     if (num_own == rounds_.num_own(replica_, num_minibatches_)) {
@@ -166,7 +166,7 @@ class TransferChecker {
     return rounds_.first_version().value() + num_own / rounds_.own_per_round() - 1;
   }
 
-  // Whether backwards are left to do in the round that is updated next.
+  // Whether the stage still has backwards to do in the round that is updated next.
   [[nodiscard]] bool has_backwards_left(StageIndex stage) const {
     const std::int64_t num_rounds = next_round_ + 1 - rounds_.first_version().value();
     const std::int64_t num_own =
@@ -174,7 +174,7 @@ class TransferChecker {
     return num_backwarded_.at(stage) < num_own;
   }
 
-  // Checks the next step of the norm exchange. Its steps have one fixed order.
+  // Checks the next step of the exchange of norms. The steps have one fixed order.
   [[nodiscard]] Fault exchange_norm(const Instruction& instruction) {
     for (const StageIndex stage : stages_) {
       if (!has_backwards_left(stage)) continue;
@@ -234,7 +234,7 @@ class TransferChecker {
     return check_received(instruction);
   }
 
-  // Checks that all versions that the instruction reads have come.
+  // Checks that the versions that the instruction reads have all come.
   [[nodiscard]] Fault check_received(const Instruction& instruction) const {
     if (writes_version(instruction.opcode)) return {};
     const bool evaluates = is_of_boundary(instruction.opcode);
@@ -243,7 +243,7 @@ class TransferChecker {
       const bool is_tied = edge.kind == EdgeKind::kTiedVersion;
       if (edge.to.stage != instruction.stage || (is_tied && !evaluates && !forwards)) continue;
       WeightVersion read = instruction.version;
-      // At a stage that owns tied parameters, pulls also bring versions of the tied parameters.
+      // At a stage that owns tied parameters, a pull also brings the new version of those parameters.
       if (evaluates) {
         read = version_at_boundary(rounds_of(options_, edge.from.stage), instruction.minibatch);
       } else if (is_tied || (forwards && owns_ties(instruction.stage))) {
@@ -279,13 +279,13 @@ class TransferChecker {
     return std::find(unused_.begin(), unused_.end(), received) != unused_.end();
   }
 
-  // Whether the instruction is still due before the update.
+  // Whether the transfer is still to be done before the update.
   [[nodiscard]] bool is_pending(const Instruction& due) const {
     if (due.opcode == Opcode::kRecv) return !is_unused(due);
     return std::find(pushes_.begin(), pushes_.end(), due) != pushes_.end();
   }
 
-  // Begins the update of round next_round_ for the worker's stages.
+  // Prepares the checks of the next round's update.
   void begin_update() {
     num_updated_ = num_norms_ = 0;
     before_update_.clear();
@@ -318,21 +318,21 @@ class TransferChecker {
   const Rank rank_;
   const std::vector<StageIndex> stages_;
   const std::int64_t num_minibatches_;
-  const ReplicaIndex replica_;  // of the only stage, where it has several
-  const Rounds rounds_;         // the same at all stages here
+  const ReplicaIndex replica_;  // the worker's replica of its only stage; 0 if it has several stages
+  const Rounds rounds_;         // the same at all stages of the worker
   Transfers transfers_;
 
-  std::vector<Instruction> unsent_;                    // SENDs that are due: their items are made
-  std::vector<Instruction> unused_;                    // RECVs whose items have not been used yet
-  std::vector<Instruction> owed_;                      // RECVs of tied gradients, due after a backward
+  std::vector<Instruction> unsent_;                    // SENDs of items that are made and not sent yet
+  std::vector<Instruction> unused_;                    // RECVs whose items are not used yet
+  std::vector<Instruction> owed_;                      // RECVs of tied gradients that must follow a backward
   std::map<Edge, WeightVersion> newest_received_;      // the newest version that has come over each edge
-  std::map<StageIndex, std::int64_t> num_backwarded_;  // microbatches of the replica's own
+  std::map<StageIndex, std::int64_t> num_backwarded_;  // of this replica's microbatches
   std::int64_t next_round_;
-  std::vector<Instruction> pushes_;         // SENDs of pushes that are due before the round's update
-  std::size_t num_updated_ = 0;             // stages that have updated in this round
+  std::vector<Instruction> pushes_;         // SENDs of pushes that must come before the round's update
+  std::size_t num_updated_ = 0;             // how many stages have updated in this round
   std::vector<Instruction> before_update_;  // all transfers before the round's first UPDATE
-  std::vector<Instruction> norms_;          // those of norms among these
-  std::size_t num_norms_ = 0;               // of norms_ that are done
+  std::vector<Instruction> norms_;          // the transfers of norms in before_update_
+  std::size_t num_norms_ = 0;               // how many of norms_ are done
 };
 }  // namespace
 

@@ -27,9 +27,9 @@ StageReplica first_place_at(const Placement& placement, std::int64_t rank) {
   return {place.stage, place.replica};
 }
 
-// The two ends of the norm edge between the worker at this rank and the worker at the next rank; empty if
-// there is no such edge. If the schedule drains, norms are added up over all workers, otherwise over the
-// replicas of a stage.
+// Returns the two ends of the norm edge from the worker at this rank to the worker at the next rank, or
+// nothing if there is no such edge. If the schedule drains, norms are added up over all workers, otherwise
+// over the replicas of a stage.
 std::optional<std::pair<StageReplica, StageReplica>> norm_ends(const Placement& placement, std::int64_t rank,
                                                                bool drains) {
   if (rank < 0 || rank + 1 >= placement.num_ranks()) return std::nullopt;
@@ -69,8 +69,7 @@ void add_replicas(const Placement& placement, StageIndex stage, std::vector<Edge
 }
 
 // Whether this replica of the owner sends versions to this replica of the user. If replicas update by a
-// collective, each of them has the whole version. Then a replica of the user receives it from one of them
-// only.
+// collective, each of them has the whole version, so the user's replica receives it from one of them only.
 bool has_version_for(const ScheduleOptions& options, std::int64_t num_owners, ReplicaIndex owner,
                      ReplicaIndex user) {
   return !options.uses_allreduce || user.value() % num_owners == owner.value();
@@ -260,8 +259,8 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
   if (traits.writes_version) add_after_update(computed, instructions);
 }
 
-// The replica that has the microbatch of `computed` at the stage that is `distance` stages downstream. A
-// negative distance means upstream. Empty if there is no such stage.
+// Returns the replica with the microbatch of `computed` at the stage that lies `distance` stages downstream,
+// or upstream if the distance is negative. Returns nothing if there is no such stage.
 std::optional<StageReplica> Transfers::neighbour_of(const Instruction& computed,
                                                     std::int64_t distance) const {
   const StageIndex stage(computed.stage.value() + distance);
@@ -287,8 +286,7 @@ void Transfers::add_after_update(const Instruction& update, std::vector<Instruct
   if (!stashes_) receive_pulls(update.version, instructions);
 }
 
-// Adds the transfers of tied gradients of a minibatch. Each replica of a user sends its part to the replica
-// of the owner that has the sender's last microbatch of the minibatch.
+// Adds the transfers of one minibatch's tied gradients (see the header).
 void Transfers::add_tied_gradients(const Instruction& backward,
                                    std::vector<Instruction>& instructions) const {
   const MinibatchId minibatch = backward.minibatch;
@@ -307,8 +305,8 @@ void Transfers::add_tied_gradients(const Instruction& backward,
   }
 }
 
-// Whether this replica's pushes of the round stand before the UPDATE, and not after the last backward. Pushes
-// stand there if the schedule drains. They also do if the replica's part of the run's last round is short,
+// Whether this replica pushes the round before the UPDATE instead of after its last backward. It does if the
+// schedule drains. It also does if the run ends before the replica has all its microbatches of the round,
 // because this may become known only after the replica's last backward.
 bool Transfers::pushes_before_update(std::int64_t round) const {
   return drains_ || rounds().num_own_in(replica_, round, num_minibatches_) < rounds().own_per_round();
@@ -341,8 +339,8 @@ void Transfers::receive_pushes(std::int64_t round, std::vector<Instruction>& ins
 }
 
 // Receives the answer to the push of the round before, if no forward has received it. That happens only in
-// the cool-down. Before the cool-down a forward stands between any two backwards, and the RECV pull before
-// this forward receives the answer.
+// the cool-down. Before it, a forward stands between any two backwards, and the RECV pull of that forward
+// receives the answer.
 void Transfers::receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const {
   if (!num_minibatches_) return;
   const std::int64_t num_own = rounds().num_own(replica_, *num_minibatches_);
@@ -379,7 +377,7 @@ void Transfers::receive_pulls(WeightVersion version, std::vector<Instruction>& i
   }
 }
 
-// first: the first minibatch of the owner's round.
+// first: the first minibatch of the owner's round, which names the item.
 void Transfers::send_version(const TiedStages& tied, MinibatchId first,
                              std::vector<Instruction>& instructions) const {
   const std::int64_t num_owners = rounds_at(tied.owner).num_replicas;
@@ -432,8 +430,7 @@ void Transfers::add_final(std::int64_t index, std::int64_t num_minibatches,
 
 std::size_t Transfers::num_added_max() const {
   // Around an UPDATE there are at most four transfers with every other owner. Before a FORWARD the replica
-  // receives the versions that are new since its previous forward. Under vertical sync their number follows
-  // from the input stage's versions.
+  // receives the versions that are new since its previous forward. num_new_max() bounds their number.
   const std::int64_t num_per_replica =
       std::max<std::int64_t>(4, 1 + rule_.num_new_max(rounds().num_replicas));
   std::int64_t num_added = 4 + num_per_replica * (num_owners_ - 1);

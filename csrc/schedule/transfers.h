@@ -1,8 +1,10 @@
 // Makes the transfers of a schedule: the edges between its stages, and the SENDs and RECVs around the
-// instructions that a worker computes. Transfers and computing instructions together are the worker's whole
-// program. A parameter may be shared by several stages: the most upstream one is its owner, the others are
-// its users. A member of a round is a replica that has a microbatch in it; all replicas are, except perhaps
-// in the last round. Pure; any thread.
+// instructions that a worker computes. The transfers and the computing instructions together are the worker's
+// whole program. Pure; any thread.
+//
+// If several stages share a parameter, the most upstream of them is its owner and the others are its users. A
+// member of a round is a replica that has a microbatch in it. All replicas are members, except perhaps in the
+// last round of a run.
 //
 //   before FORWARD    RECV activation from upstream
 //                     at a user: RECV tied_version from every replica of the owner, and
@@ -34,9 +36,9 @@
 //                     RECV pull
 //
 // With asynchronous shards no UPDATE waits for a push or sends a pull. Instead the owner of a shard serves
-// each other replica beside its own list: it repeats RECV push, SEND pull (make_services()). A replica
-// receives the answer to its push before it pushes again, so that an owner keeps at most one answer for each
-// replica:
+// each other replica by a second list, in which RECV push and SEND pull alternate (make_services()). A
+// replica receives the answer to its push before it pushes again. So an owner keeps at most one answer for
+// each replica:
 //
 //   before FORWARD    RECV pull from every other replica, of the version that it is the first to read
 //   after BACKWARD    in the cool-down: RECV pull from every other replica, of the version before
@@ -50,22 +52,25 @@
 //   after UPDATE      SEND pull to every replica
 //
 // A SEND stands where its item is made, and a RECV where the item is needed. The item may arrive earlier, as
-// long as the receiver has free slots. Norms travel between the first stages of neighbouring workers: along
-// all workers if the schedule drains, else along the replicas of a stage. A norm is named by the minibatch of
-// its UPDATE. An edge between two stages at one rank has no channel: the worker hands the item over itself.
+// long as the receiver has free slots. An edge between two stages at one rank has no channel: the worker
+// hands the item over itself.
+//
+// Norms travel between the first stages of neighbouring workers. If the schedule drains, they pass along all
+// workers, otherwise along the replicas of a stage. A norm is named by the minibatch of its UPDATE.
 //
 // Activations and gradients: microbatch number k (rounds.h) goes from replica k mod r_s of stage s to replica
 // k mod r_{s+1} of stage s + 1. So two replicas have an edge if they have a microbatch in common.
 //
-// Tied gradients: a replica of the user sends the gradient of its microbatches of a minibatch to the owner's
-// replica that also has the last of these microbatches. That replica adds it to its own gradient.
+// Tied gradients: each replica of a user sends, once per minibatch, the sum of its gradients for that
+// minibatch. It sends them to the replica of the owner that has the sender's last microbatch of the
+// minibatch. The receiver adds them to its own gradient.
 //
-// Tied versions: each replica of the owner sends its shard to every replica of a user, in an item that is
-// named by the first minibatch of the owner's round. If the owner's r replicas update by a collective,
-// replica q of the user gets the whole version from replica q mod r.
+// Tied versions: each replica of the owner sends its shard to every replica of a user. The item is named by
+// the first minibatch of the owner's round. If the owner's r replicas update by a collective, each of them
+// has the whole version. Then replica q of the user receives it from replica q mod r.
 //
-// Pushes of round j are named by the minibatch of the sender's first microbatch in that round, pulls of
-// version j + 1 by the round's first minibatch, j R.
+// Pushes and pulls: a push of round j is named by the minibatch of the sender's first microbatch in that
+// round. A pull of version j + 1 is named by the first minibatch of round j.
 #pragma once
 
 #include <cstddef>
@@ -82,11 +87,11 @@
 
 namespace pipedream {
 
-// All edges, in the order of kinds and stages.
+// Returns all edges, sorted by kind and stages.
 [[nodiscard]] std::vector<Edge> edges_of(const ScheduleOptions& options);
-// The names of an edge's items. A name is the index of a minibatch or the number of a microbatch (rounds.h).
-// The names are first, first + stride, and so on. With a stride of 0 they are any ascending numbers from
-// `first` on.
+// Names the items that an edge carries. A name is the number of a microbatch (rounds.h) or the index of a
+// minibatch. The names are first, first + stride, first + 2 stride, and so on. If the stride is 0, they are
+// any ascending numbers from `first` on.
 struct EdgeItems {
   std::int64_t first = 0;
   std::int64_t stride = 1;
@@ -109,15 +114,15 @@ class Transfers {
   // receive the versions that the replica has not received for those microbatches.
   void add_versions_of(const Instruction& evaluate, std::int64_t num_forwarded,
                        std::vector<Instruction>& instructions) const;
-  // Adds RECVs that come after the last update, of versions that no minibatch has read. For every tied
-  // parameter and every other replica's shard it adds the RECV of the index-th such version, counted from 0.
-  // Adds nothing if there is no such version.
+  // Adds RECVs after the last update, of versions that no minibatch has read. For every tied parameter and
+  // for every other replica's shard it adds the RECV of one such version: the index-th, counted from 0. Adds
+  // nothing if there is none.
   void add_final(std::int64_t index, std::int64_t num_minibatches,
                  std::vector<Instruction>& instructions) const;
-  // The most instructions that one call, or add_before() and add_after() together, may add.
+  // The most instructions that one call may add. add_before() and add_after() together add no more either.
   [[nodiscard]] std::size_t num_added_max() const;
-  // Says how many minibatches there are. The last round's members are the replicas that have a microbatch in
-  // it. Before the number is known, all replicas count as members.
+  // Sets the number of minibatches. From then on the last round's members are the replicas that have a
+  // microbatch in it. Before, all replicas count as members.
   void set_num_minibatches(std::int64_t num_minibatches) { num_minibatches_ = num_minibatches; }
 
  private:
@@ -130,8 +135,8 @@ class Transfers {
   void send_version(const TiedStages& tied, MinibatchId first, std::vector<Instruction>& instructions) const;
   void receive_version(const TiedStages& tied, WeightVersion version,
                        std::vector<Instruction>& instructions) const;
-  // The newest version that the replica's microbatches before the index-th have read. If there is none, the
-  // version at the start of the run.
+  // The newest version that `reader` has read for the replica's microbatches before own_index. If there is no
+  // such microbatch, the version at the start of the run.
   [[nodiscard]] WeightVersion newest_read(const VersionRule& rule, StageIndex reader, StageIndex updater,
                                           std::int64_t own_index) const;
   void add_norms(MinibatchId minibatch, std::vector<Instruction>& instructions) const;
@@ -156,16 +161,16 @@ class Transfers {
 
   ScheduleOptions options_;
   std::optional<std::int64_t> num_minibatches_;
-  std::vector<StageIndex> stages_;  // the worker's
-  ReplicaIndex replica_;            // of the only stage, where it has several
-  std::int64_t num_owners_ = 1;     // of its shards
+  std::vector<StageIndex> stages_;  // the worker's stages
+  ReplicaIndex replica_;            // the worker's replica of its only stage; 0 if it has several stages
+  std::int64_t num_owners_ = 1;     // of the stage's shards
   std::vector<Rounds> rounds_;      // per stage of the plan
   bool drains_ = false;
   bool stashes_ = true;
-  bool exchanges_shards_ = false;         // with other replicas
+  bool exchanges_shards_ = false;         // whether replicas of the stage push and pull shards
   VersionRule rule_;                      // of forwards; used if the worker's only stage has replicas
   std::vector<VersionRule> tied_rules_;   // of each of options_.ties
-  std::optional<StageReplica> upstream_;  // the worker with which norms are exchanged, by its first stage
+  std::optional<StageReplica> upstream_;  // the neighbouring worker for norms, named by its first stage
   std::optional<StageReplica> downstream_;
 };
 
@@ -174,33 +179,33 @@ class ProgramCursor {
  public:
   ProgramCursor(const ScheduleOptions& options, Rank rank);
 
-  // The instruction to do next; empty when the program is over. While the number of minibatches is
-  // unknown the program never ends.
+  // The instruction to do next; empty when the program is over. As long as the number of minibatches is
+  // unknown, the program never ends.
   [[nodiscard]] std::optional<Instruction> current() const;
-  // The instruction after current(), if both are the same computing instruction or its transfers; otherwise
-  // empty.
+  // The instruction after current(). Empty if it belongs to another computing instruction than current()
+  // does.
   [[nodiscard]] std::optional<Instruction> following() const;
   void advance();
 
-  // Sets the number of minibatches. Allowed once, and not below the number already forwarded. May be called
-  // while the current instruction belongs to a minibatch that turns out not to exist. If a RECV pull before
-  // such a minibatch's forward was done already, it is not done again later.
+  // Sets the number of minibatches. Call it once. The number must not be below the minibatches that are
+  // forwarded already. The current instruction may belong to a minibatch that turns out not to exist. If a
+  // RECV pull before that minibatch's forward is done already, it is not repeated later.
   void set_num_minibatches(std::int64_t num_minibatches);
   [[nodiscard]] bool may_set_num_minibatches(std::int64_t num_minibatches) const {
     return compute_.may_set_num_minibatches(num_minibatches);
   }
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return compute_.num_minibatches(); }
 
-  // Requests an evaluation at the boundary (Evaluations::begin()). The current instruction stays the same,
-  // unless the program is over.
+  // Requests an evaluation at the boundary (Evaluations::begin()). current() stays the same, unless the
+  // program is over.
   void begin_evaluation(MinibatchId boundary);
-  // Whether the worker's next computing instruction is a forward before which evaluate_first() may begin an
-  // evaluation.
+  // Whether evaluate_first() may be called now, because the worker's next computing instruction is a forward
+  // before which an evaluation may come (Evaluations::may_be_before()).
   [[nodiscard]] bool may_evaluate_first() const {
     return computed_ && evaluations_.may_be_before(*computed_, compute_.newest_version());
   }
   // Begins the evaluation of the boundary before the next forward. Transfers of this forward that are done
-  // already are not done again.
+  // already are not repeated.
   void evaluate_first();
   void end_evaluation() { evaluations_.end(); }
   [[nodiscard]] bool may_evaluation_be(bool is_last) const { return evaluations_.may_be(is_last); }
@@ -219,37 +224,38 @@ class ProgramCursor {
   ComputeCursor compute_;
   Evaluations evaluations_;
   Transfers transfers_;
-  std::vector<Instruction> instructions_;  // the instruction that is computed next, with its transfers
+  std::vector<Instruction> instructions_;  // the next computing instruction and its transfers
   std::size_t position_ = 0;               // of current() in instructions_
-  std::optional<Instruction> computed_;    // the instruction that is computed next; none at the end
-  std::int64_t num_finals_ = 0;            // calls of add_final()
-  // Versions that were received before a forward that turned out not to exist, or for an evaluation.
+  std::optional<Instruction> computed_;    // the next computing instruction; none at the end
+  std::int64_t num_finals_ = 0;            // how often add_final() was called
+  // RECVs of versions that are done already: before a forward that turned out not to exist, or for an
+  // evaluation.
   std::vector<Instruction> early_;
 };
 
-// An evaluation of a run.
+// One evaluation of a run.
 struct Evaluated {
   MinibatchId boundary;
   std::int64_t num_minibatches = 0;  // validation minibatches
 };
 
-// The whole list of one worker, for replay, tests, text and pictures. Throws UserError as
-// make_compute_program.
+// Makes the whole list of one worker, for replay, tests, text and pictures. Throws UserError as
+// make_compute_program() does.
 [[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches);
-// The whole list of one worker, with these evaluations, whose boundaries ascend. Throws UserError for a
+// Makes the whole list of one worker with these evaluations, whose boundaries ascend. Throws UserError for a
 // boundary that the run does not have.
 [[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches,
                                                     const std::vector<Evaluated>& evaluated);
 
-// The lists by which asynchronous shards serve other replicas; each worker also has its own list. There is
-// one list for each push edge, in the order of edges_of(), and the edge's receiver carries it out. Empty for
-// other schedules.
+// Makes the lists by which the owners of asynchronous shards serve other replicas, in addition to their own
+// lists. There is one list for each push edge, in the order of edges_of(). The receiver of the edge carries
+// it out. Empty for schedules without asynchronous shards.
 [[nodiscard]] std::vector<std::vector<Instruction>> make_services(const ScheduleOptions& options,
                                                                   std::int64_t num_minibatches);
 
-// Adds the transfers to a list of what one worker computes.
+// Adds the transfers to the list of what one worker computes.
 [[nodiscard]] std::vector<Instruction> add_transfers(const ScheduleOptions& options, Rank rank,
                                                      const std::vector<Instruction>& computed,
                                                      std::int64_t num_minibatches);

@@ -1,20 +1,21 @@
 // Replays all workers' programs in memory. See validator.h.
 //
-// The first step checks every list by itself (list_checks.h), because the versions that a stage reads, keeps
-// and writes depend on its worker's own list alone. It checks the worker's computing instructions, and the
-// transfers that belong to them.
+// The first step checks every list by itself (list_checks.h). That is possible because the versions that a
+// stage reads, keeps and writes depend on its worker's own list alone. It checks the computing instructions,
+// and the transfers that belong to them.
 //
 // The second step checks that the lists fit together (check_items, Pipeline). The workers form a Kahn
-// network: each has a fixed order of instructions and waits only for queues. So whether there is a deadlock
-// does not depend on the workers' speeds, and one replay in any order decides it. The length of a queue does
-// depend on speeds. When its reader has done j instructions, the queue is longest if all other workers have
-// gone as far as they can. So a replay in which one worker moves only when no other can gives the worst case
-// of all queues that this worker reads. The writer of a full queue of evaluations waits, as if it read from a
-// queue of free places. So this is a Kahn network, too.
+// network: each does its instructions in a fixed order and waits only for queues. So whether there is a
+// deadlock does not depend on the workers' speeds, and one replay in any order decides it.
+//
+// The length of a queue does depend on speeds. A queue is longest if all workers but its reader have gone as
+// far as they can. So a replay in which one worker moves only when no other can gives the worst case of all
+// queues that this worker reads. A SEND waits at a full queue of evaluations. That is like a read from a
+// queue of free places, so this is a Kahn network, too.
 //
 // Both steps are linear in the number of instructions; the second runs once per worker. Asynchronous shards
 // serve other replicas by lists of their own, which the second step treats as lists of further workers. Each
-// of these waits for one replica alone, so this is a Kahn network, too, although the order in which a shard
+// of these waits for one replica alone. So this is a Kahn network, too, although the order in which a shard
 // adds gradients is not fixed.
 #include "schedule/validator.h"
 
@@ -43,27 +44,29 @@ std::string place(std::size_t worker, const std::vector<Instruction>& program, s
 
 constexpr std::size_t kNoEdge = static_cast<std::size_t>(-1);
 
-// The items of an edge. check_items() has compared them one by one, so that a count is enough here.
+// The items that wait on an edge. check_items() has compared them one by one before, so a count is enough
+// here.
 struct Queue {
   std::size_t reader = 0;  // the worker that receives from the edge
   std::size_t writer = 0;
-  bool is_bounded = false;  // to kNumEvaluationSlots: a SEND waits while it is full
+  bool is_bounded = false;  // a SEND waits while kNumEvaluationSlots items are queued
   std::int64_t num_queued = 0;
   std::int64_t num_queued_max = 0;
 };
 
-// Replays the lists of all workers together, once each list has passed its own checks. If replicas update by
-// a collective, an UPDATE waits until all replicas of its stage have come to theirs.
+// Replays the lists of all workers together, after each list has passed its own checks. If replicas update by
+// a collective, an UPDATE waits until all replicas of its stage have reached theirs.
 class Pipeline {
  public:
   Pipeline(const ScheduleOptions& options, const std::vector<Edge>& edges, const Programs& programs);
 
-  // Runs every program as far as it goes, from the start; `slowest` moves only when no other worker can.
+  // Runs every program from its start as far as it goes. The worker `slowest` moves only when no other worker
+  // can.
   void run(std::size_t slowest);
 
   [[nodiscard]] bool is_finished() const;
-  // Says where the first num_workers lists wait, except those that are finished. The lists behind them are
-  // those of services, which only wait for workers.
+  // Says where each of the first num_workers lists waits, if it is not finished. The lists after these are
+  // services (make_services()), which wait only for workers.
   [[nodiscard]] std::vector<ListPosition> stuck(std::size_t num_workers) const;
   [[nodiscard]] std::string describe(const std::vector<ListPosition>& stuck) const;
   [[nodiscard]] const std::vector<Queue>& queues() const { return queues_; }  // by edge
@@ -78,7 +81,7 @@ class Pipeline {
   }
 
   const Programs& programs_;
-  std::vector<std::vector<std::size_t>> edge_indices_;  // per worker and instruction; kNoEdge: it computes
+  std::vector<std::vector<std::size_t>> edge_indices_;  // per worker and instruction; kNoEdge if it computes
   std::vector<std::size_t> positions_;                  // per worker
   std::vector<Queue> queues_;
   // Per worker: the replicas with which it updates by a collective, itself included (empty if there are
@@ -86,7 +89,7 @@ class Pipeline {
   std::vector<std::vector<std::size_t>> groups_;
   std::vector<std::int64_t> num_come_to_;
   std::vector<bool> is_waiting_;
-  std::vector<std::size_t> awake_;  // workers that may be able to move
+  std::vector<std::size_t> awake_;  // workers that may be able to go on
 };
 
 Pipeline::Pipeline(const ScheduleOptions& options, const std::vector<Edge>& edges, const Programs& programs)
@@ -135,7 +138,7 @@ void Pipeline::run_others(std::size_t slowest) {
   }
 }
 
-// Does the worker's next instruction, if it can, and wakes the worker that may have waited for it.
+// Does the worker's next instruction, if it can. Wakes a worker that may have waited for it.
 bool Pipeline::step(std::size_t worker) {
   if (is_over(worker)) return false;
   const std::size_t position = positions_[worker];
@@ -159,8 +162,8 @@ bool Pipeline::step(std::size_t worker) {
   return true;
 }
 
-// Does an update by a collective in two steps. In the first step the worker comes to the update, and wakes
-// the other replicas. The second step does the update once all replicas have come to it.
+// Does an update by a collective, in two steps. First the worker reaches the update and wakes the other
+// replicas. Then, once all replicas have reached it, it does the update.
 bool Pipeline::step_together(std::size_t worker) {
   const std::vector<std::size_t>& group = groups_[worker];
   if (!is_waiting_[worker]) {
@@ -226,7 +229,7 @@ std::string check_shape(const ScheduleOptions& options, const Programs& programs
          std::to_string(workers) + " workers";
 }
 
-// Checks every list by itself: all computing instructions first, then all transfers. Fills in the report's
+// Checks every list by itself: first all computing instructions, then all transfers. Fills in the report's
 // counts per stage, and returns the first fault.
 std::string check_lists(const ScheduleOptions& options, const Programs& programs,
                         std::int64_t num_minibatches, ReplayReport& report) {
@@ -261,8 +264,8 @@ Programs add_services(const ScheduleOptions& options, Programs programs, std::in
   return programs;
 }
 
-// Compares, edge by edge, the items that the sender's list has with those of the receiver's list. Returns the
-// first difference.
+// Compares the items of each edge in the sender's list with those in the receiver's list. Returns the first
+// difference.
 std::string check_items(const Programs& programs) {
   std::map<Edge, std::vector<const Instruction*>> sent;
   for (const std::vector<Instruction>& program : programs) {
@@ -292,7 +295,7 @@ std::string check_items(const Programs& programs) {
   return {};
 }
 
-// Replays the lists of all workers and of all services together. Fills in the report's counts per edge, and
+// Replays the lists of all workers and all services together. Fills in the report's counts per edge, and
 // returns the deadlock, if there is one.
 std::string check_together(const ScheduleOptions& options, const Programs& programs, ReplayReport& report) {
   const std::vector<Edge> edges = edges_of(options);

@@ -1,4 +1,4 @@
-// Replays the programs of all workers in memory, sends and receives included. For the given lists it proves
+// Replays the programs of all workers in memory, with their sends and receives. For the given lists it proves
 // that
 //
 //   - there is no deadlock
@@ -23,7 +23,7 @@ namespace pipedream {
 
 struct EdgeReport {
   Edge edge;
-  std::int64_t queued_max = 0;  // the most items that can wait there, whatever the workers' speeds
+  std::int64_t queued_max = 0;  // the most items that can wait on the edge, at any speeds of the workers
 
   friend bool operator==(const EdgeReport&, const EdgeReport&) = default;
 };
@@ -36,32 +36,31 @@ struct ListPosition {
 
 struct ReplayReport {
   bool ok = true;
-  std::string error;                  // names worker, position and instruction at fault; empty when ok
-  std::vector<ListPosition> stuck{};  // where workers wait in a deadlock; empty without one
-  // By stage, the most versions that are live at once; empty unless ok. Live are the newest version and the
-  // versions that will still be read. During an update that does not write in place, the version that is
-  // being written is also live.
+  std::string error;                  // names the worker, the position and the instruction; empty if ok
+  std::vector<ListPosition> stuck{};  // where each worker waits in a deadlock, otherwise empty
+  // By stage, the most versions that are live at once; empty if not ok. The newest version is live, and so
+  // are the versions that will still be read. During an update that does not write in place, the version that
+  // is being written is live, too.
   std::vector<std::int64_t> versions_live_max;
   std::vector<std::int64_t> activations_live_max;  // microbatches forwarded, not yet backwarded
-  std::vector<EdgeReport> edges;                   // as edges_of()
+  std::vector<EdgeReport> edges;                   // in the order of edges_of()
 };
 
-// programs: one list per worker, in any order of instructions. The report says whether the lists train up to
-// minibatch num_minibatches - 1 as the options say. The rules are:
+// Checks whether the lists train up to minibatch num_minibatches - 1 as the options say. programs: one list
+// per worker. Their instructions may stand in any order that keeps these rules:
 //
 //   - Within a stage forwards go in the order of (minibatch, microbatch), and so do backwards.
-//   - The update of a minibatch comes before the next minibatch's backwards,
-//     because gradients are added up in one place.
+//   - The update of a round comes before the backwards of the next round, because gradients are added up in
+//     one place. With a staleness there are num_gradients_kept() such places, so the update may come later.
 //   - One microbatch at a time is recomputed.
-//   - If every minibatch drains, a stage's forwards wait for its update, and a worker's updates wait for the
-//     backwards of all its stages.
+//   - If the schedule drains, a stage's forwards wait for the update of the round before, and a worker's
+//     updates wait for the backwards of all its stages.
 //   - A RECV stands after the uses of the item that its edge brought before, and before the use of its own
 //     item.
 //   - A SEND stands before the next item of its kind is made.
 //   - Norms are exchanged in the order that transfers.h shows.
 //   - A tied version is not overwritten while a minibatch still reads it.
-//   - If replicas update by a collective, each replica's update waits for the other
-//     replicas' updates.
+//   - If replicas update by a collective, each replica's update waits for the other replicas' updates.
 [[nodiscard]] ReplayReport replay(const ScheduleOptions& options,
                                   const std::vector<std::vector<Instruction>>& programs,
                                   std::int64_t num_minibatches);
