@@ -1,7 +1,7 @@
 """Finds the address and the ports at which a worker listens. The address is loopback, or one that other
 machines reach.
 
-Nothing here sends a packet. IPv4 only. Torch-free; any thread.
+No function here sends a packet. All addresses are IPv4. Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _ANY_PORT = 9  # connect() needs a port; nothing is sent to it
 _PORT_MAX = 65_535
 
 PortRange = tuple[int, int]
-"""The first port and the last."""
+"""The first port and the last port of a range."""
 
 
 def resolve_bind(bind: str) -> str:
     """Returns the IPv4 address that a `bind` argument means: "10.0.0.5" itself, or the address of "eth0".
 
-    Raises ValueError, which names the remedy, in three cases: `bind` is no address or interface of this
-    machine, it is a wildcard such as 0.0.0.0, or the interface has no IPv4 address.
+    Raises TypeError if `bind` is no text or is empty. Raises ValueError in these cases: `bind` is neither an
+    address nor an interface of this machine; it is an IPv6 address, a multicast address or a wildcard such as
+    0.0.0.0; the interface has no IPv4 address. It does not check that an address belongs to this machine.
     """
     if not isinstance(bind, str) or not bind:
         raise TypeError(f"bind is {bind!r}: give an address of this machine, or the name of an interface")
@@ -83,8 +84,8 @@ def is_loopback(address: str) -> bool:
 
 
 def route_address(host: str) -> str:
-    """Returns this machine's address on the route to a host. Raises ValueError that names the host if there
-    is no route."""
+    """Returns this machine's address on the route to a host. If there is no route, raises a ValueError that
+    names the host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, _ANY_PORT))  # UDP: chooses the route, sends nothing
@@ -109,8 +110,8 @@ def check_reachable(address: str, host: str) -> None:
 
 
 def ports_of(ports: str | None) -> PortRange | None:
-    """Returns the ports at which a worker may listen: the argument's, otherwise $PIPEDREAM_PORTS, otherwise
-    None, which allows any port."""
+    """Returns the ports at which a worker may listen. They are those of the argument, or without it those of
+    $PIPEDREAM_PORTS. None allows any port."""
     if ports is not None:
         return parse_ports("ports", ports)
     from_environment = os.environ.get("PIPEDREAM_PORTS")
@@ -118,7 +119,8 @@ def ports_of(ports: str | None) -> PortRange | None:
 
 
 def parse_ports(name: str, ports: str) -> PortRange:
-    """Reads "29600-29620". Raises ValueError or TypeError, which name the argument."""
+    """Turns "29600-29620" into (29600, 29620). Raises ValueError or TypeError if `ports` is no such text; the
+    error's text begins with `name`."""
     if not isinstance(ports, str):
         raise TypeError(f"{name} is {ports!r}: give a range of ports as text, such as '29600-29620'")
     found = re.fullmatch(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", ports, re.ASCII)

@@ -1,10 +1,16 @@
-"""Lists the channels of a run: the sender and the receiver, the tensors, and how many items may be sent at
-once.
+"""Lists the channels of a run. A channel carries items from one rank to another.
 
-Every channel has a name, unique in the run, and a channel_id. Workers and the caller compute the ids
-separately and must get the same ones. Ids count from 0: first the channels on which the caller forwards data,
-then all others in the order of the list. The caller's ids are reserved even if it forwards nothing, because
-not every worker knows whether it does. Plain values; any thread.
+- An item is the group of tensors that one send carries, such as the activations of one microbatch.
+- An edge (csrc/schedule/edge.h) is a pair of workers and the kind of items that the schedule sends from one
+  to the other. Each edge between two ranks has a channel.
+- A round (csrc/schedule/rounds.h) is the minibatches whose gradients make one update of a stage.
+- The caller is the process that called run(). It forwards data if the workers cannot read the data
+  themselves.
+
+Every channel has a name and a channel_id, both unique in the run. Workers and the caller compute the ids
+separately and must get the same ids. The channels from the caller have the first ids, from 0 on. These ids
+are reserved even if the caller forwards no data, because not every worker knows whether it does. Plain
+values; any thread.
 """
 
 from __future__ import annotations
@@ -51,22 +57,21 @@ __all__ = [
     "tree_name",
 ]
 
-# The tensor that is sent upstream if no tensor of a boundary needs a gradient. Its arrival says that the
-# backward is done.
+# The gradient item of a cut where no activation needs a gradient. Its arrival tells the stage upstream that
+# the backward is done.
 _NO_GRADIENT = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
-# A replica that holds no piece of a tied version sends this tensor.
+# A replica that has no piece of a tied weight to send sends this tensor instead.
 _NO_PIECE = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
 INPUTS = "inputs from the caller"
 TARGETS = "targets from the caller"
-# Each end of a channel stores the times of this many newest items for the trace, in 1 MiB at most. A worker
-# stores the times of work items for about as many minibatches.
+# Each end of a channel stores the times of the 16,384 newest items for the trace, in at most 1 MiB.
 NUM_TRANSFERS_KEPT = 1 << 14
-# Slots of 1 MiB: one is filled while the other is read. For small models, touching the pages of more slots
-# would take longer than the transfer.
+# A channel of the set-up has two slots of 1 MiB: one is filled while the other is read. More slots would make
+# the set-up of small models slower, because the pages of every slot are touched.
 _NUM_SET_UP_SLOTS = 2
-# The words that stand for the items of an edge in its channel's name, by kind of edge.
+# The first words of a channel's name, by the kind of its edge.
 _CARRIED = {
     "activation": "activations",
     "gradient": "gradients",
@@ -78,19 +83,21 @@ _CARRIED = {
     "evaluation": "validation activations",
 }
 BETWEEN_REPLICAS = ("push", "pull")
-"""Kinds of edges whose items are chunks of a shard. One SEND or RECV of the program is then several items."""
-CALLER = -1  # in place of a rank: the process that called run(), if it forwards data
+"""The kinds of edges that carry shards between replicas. Each item is one chunk of a shard, so one SEND of
+the program is several items."""
+CALLER = -1  # stands for the caller where a channel has a sender's rank
 
 
 @dataclass(frozen=True)
 class TieSpec:
-    """The facts that channels need about a parameter that several stages share. stages[0] owns it."""
+    """The facts that channels need about a tied parameter, which several stages share. stages[0] owns it: it
+    updates the parameter and sends the new versions to the other stages."""
 
     stages: tuple[int, ...]
     spec: TensorSpec
     pieces: tuple[tuple[TensorSpec, ...], ...] = ()
-    """For each replica of the owner, the pieces of a version that the replica sends. Empty: every replica
-    sends the whole parameter."""
+    """The pieces of the parameter that each replica of the owner sends, by replica. If it is empty, every
+    replica sends the whole parameter."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +113,13 @@ class ShardSpec:
     whole_bytes: int = 0
     """Bytes of all chunks together, if each chunk is a whole tensor; otherwise 0."""
     factors: tuple[TensorSpec, ...] = ()
-    """The factors that the replicas of the stage send each other. For each weight: the gradients of the
-    layer's outputs, then the layer's inputs."""
+    """The factors that the replicas of the stage send each other instead of some weights' gradients. Each of
+    these weights has two: the gradients of its layer's outputs, then the layer's inputs."""
 
 
 def factors_name(push: _core.Edge, placement: _core.Placement) -> str:
-    """Returns the name of the channel that carries factors beside the channel of this push."""
+    """Returns the name of the channel that carries factors. `push` is the edge for the same pair's
+    gradients."""
     return edge_name(push, placement).replace(_CARRIED["push"], "pushed factors", 1)
 
 
@@ -134,8 +142,8 @@ def tree_name(sender: int, receiver: int) -> str:
 
 
 def rehearsal_name(stage_index: int, replica: int = 0) -> str:
-    """Returns the name of the channel on which a stage sends its rehearsed outputs downstream. replica: the
-    receiver's index in its stage."""
+    """Returns the name of the channel on which a stage sends its outputs downstream in the rehearsal
+    (budget/rehearsal.py). replica: the receiver's index in its stage."""
     return f"rehearsal of stage {stage_index} for stage {stage_index + 1}" + _replica_suffix(replica)
 
 
@@ -145,12 +153,12 @@ class RunChannel:
 
     name: str
     channel_id: int
-    """The channel's number; -1 before _numbered() has given one."""
+    """The channel's number; -1 until _numbered() sets it."""
     sender: int
     receiver: int
     tensors: list[tuple[str, int, int]]
-    """The tensors of one item: (dtype name, number of dimensions, the most bytes). Empty for activations and
-    gradients of a cut between stages of other workers."""
+    """The tensors of one item: (dtype name, number of dimensions, the most bytes). It is empty at a worker
+    that has neither end of the channel and does not know the tensors."""
     num_slots: int
     """Slots at the receiver. Each holds one received item until the receiver has used the item."""
     num_unsent_max: int
@@ -161,23 +169,22 @@ class RunChannel:
     codec: str = NO_CODEC
     """The codec of the item's float tensors."""
     edge: _core.Edge | None = None
-    """The edge of the schedule's program whose items the channel carries; None if the channel is not in the
-    program."""
+    """The edge whose items the channel carries; None if the schedule does not know the channel."""
     first_microbatch: int = 0
-    """The microbatch of the first item, counted through the run. A channel that is not in the program counts
-    its own items."""
+    """The microbatch of the first item, counted through the run. A channel without an edge numbers its items
+    0, 1, 2, ..."""
     microbatch_stride: int = 1
     """The difference between the microbatch numbers of two consecutive items."""
     num_transfers_kept: int = 0
-    """The number of newest items whose times each end stores. If it is above 0, the core's
-    wait_for_transfers() also waits for this channel."""
+    """Each end stores the times of this number of newest items. If the number is 0, the core's
+    wait_for_transfers() does not wait for this channel."""
     num_residuals: int = 1
-    """How many sets of residuals (residuals.py) the codec has. Consecutive items use the sets in turn."""
+    """The number of sets of residuals (residuals.py) of the codec. Consecutive items use the sets in turn."""
     posted_into: str = ""
-    """The memory term of the receiver into which items are received directly, at places that the receiver has
-    posted; "" if the receiver has slots."""
+    """The name of the receiver's memory term (budget/memory.py) into which items are received directly; "" if
+    they are received into slots."""
     places_on_device: bool = False
-    """Whether the sender writes into the receiver's device memory. Both ends have tested that it can."""
+    """Whether the sender writes into the receiver's device memory. device_memory.py tests that it can."""
 
     @property
     def stages(self) -> tuple[int, int] | None:
@@ -189,18 +196,17 @@ class RunChannel:
 
     @property
     def codec_used(self) -> str:
-        """The codec if at least one tensor of the channel is sent encoded, otherwise "none"."""
+        """The codec if some tensor of the channel is sent encoded, otherwise "none"."""
         return self.codec if self.is_encoded else NO_CODEC
 
     @property
     def is_encoded(self) -> bool:
-        """Whether some tensor of the channel travels encoded."""
         return bool(_core.channel_bytes(self.tensors, self.codec)[3])
 
     def add_to(self, core: _core.Worker, rank: int, describe_worker: Callable[[int], str]) -> None:
-        """Adds the rank's end of the channel to its core. Does nothing if the rank has neither end.
+        """Adds the rank's end of the channel to the rank's core. Does nothing if the rank has neither end.
 
-        describe_worker: gives the name of the peer for errors."""
+        describe_worker: returns the name of a rank for errors."""
         if rank not in (self.sender, self.receiver):
             return
         sends = rank == self.sender
@@ -235,7 +241,7 @@ def _channel(
 
 
 def _bulk_channel(name: str, ends: tuple[int, int], slots: int, **fields: Any) -> RunChannel:
-    """Makes a channel by which state_transfer.py sends tensors and documents in pieces."""
+    """Makes a channel on which state_transfer.py sends tensors and documents in pieces."""
     piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
     return _channel(name, ends, piece, slots=slots, unsent=slots, on_device=False, **fields)
 
@@ -257,16 +263,18 @@ def channels_of_run(
     shards: Mapping[tuple[int, int], ShardSpec] | None = None,
     evaluated: Mapping[int, Boundary] | None = None,
 ) -> list[RunChannel]:
-    """Returns all channels of a run: one for each edge of the schedule between two workers, and those for
-    data and weights. Every worker makes the same list, with two exceptions. A worker's list has no tensors at
-    cuts between stages of other workers, and no channels of the caller if the worker reads no data.
+    """Returns all channels of a run: the channels of the edges, the channels for data, and the channels of
+    the tree of ranks for final weights and results.
 
-    boundaries: the boundaries of the cuts at this worker's stages, by the stage upstream.
+    Every worker's list has the same channels with the same ids, but a worker that reads no data has no
+    channels from the caller. A worker knows a channel's tensors only where they concern its own stages.
+
+    boundaries: the tensors of the cuts at this worker's stages, by the stage upstream of the cut.
     forwarded: None if the caller forwards nothing, or if this worker reads no data.
     codec: applied to activations, gradients and pushes. Weights and the gradients of tied weights travel
         exactly.
     shards: the shards of this worker's stage if it has replicas, by (stage, replica).
-    evaluated: like boundaries, for the eval-mode forward."""
+    evaluated: the tensors of the same cuts in an evaluation, where the model is in eval mode."""
     found: list[RunChannel] = []
     for edge in sorted(_core.edges_of(schedule), key=_place_in_list):
         sender, receiver = _ranks_of_ends(schedule, edge)
@@ -285,8 +293,8 @@ def channels_of_run(
 
 
 def _place_in_list(edge: _core.Edge) -> tuple[int, ...]:
-    """Returns the sort key of an edge. Edges at cuts come first, cut after cut, with the two directions of a
-    cut side by side. Then come pushes, pulls, tied parameters, and the rest."""
+    """Returns the sort key of an edge. Activations and gradients come first, cut after cut. Then come pushes,
+    pulls, tied parameters, and all other kinds."""
     group = {"activation": 0, "gradient": 0, "push": 1, "pull": 2, "tied_version": 3, "tied_gradient": 3}
     first, last = sorted(((edge.from_stage, edge.from_replica), (edge.to_stage, edge.to_replica)))
     is_upstream = (edge.from_stage, edge.from_replica) > (edge.to_stage, edge.to_replica)
@@ -300,8 +308,8 @@ def _between_replicas(
     shards: Mapping[tuple[int, int], ShardSpec],
     codec: CodecChoice,
 ) -> Iterator[RunChannel]:
-    """Yields the channels of an edge between replicas. A push sends gradients to the owner of a shard; a pull
-    sends the owner's versions to a replica."""
+    """Yields the channels of an edge between replicas. A push sends gradients to the owner of a shard. A pull
+    sends the owner's weight versions to another replica."""
     is_push = edge.kind == "push"
     owner = edge.to_replica if is_push else edge.from_replica
     spec = shards.get((edge.from_stage, owner), ShardSpec(0, 1, 1))
@@ -310,19 +318,18 @@ def _between_replicas(
     flags = TensorSpec(torch.uint8, (spec.num_pieces_max,), requires_grad=False)
     num_rounds = schedule.in_flight[edge.from_stage] + schedule.staleness + 2
     # A version waits at the owner until the replica has read the version before it. Under vertical sync the
-    # replica may be many rounds behind. The 2 more are one more version in the last round, and one version
-    # that is released late.
+    # replica may read versions that are many rounds old, so the bound grows with the versions that it keeps.
+    # The 2 allow for one more version in the last round and for one version that is released late.
     num_versions = max(num_rounds, _core.num_versions_kept(schedule, edge.from_stage) + 2)
-    # The receiver has a slot for every chunk of a round, so that no chunk waits in its sender's memory. A
-    # spare has fewer slots per replica: it can use a chunk only when all replicas have pushed it. With few
-    # slots a replica that is ahead waits, and the others get the link's bandwidth.
+    # The receiver has a slot for every chunk of a round, so that no chunk waits in its sender's memory.
     slots = max(spec.num_chunks, 1)
     if is_push and spec.whole_bytes and not schedule.asynchronous:
-        # Each slot is as large as the largest tensor. This number of slots has the bytes of a round, but may
-        # be smaller than the number of chunks. An asynchronous owner uses one chunk after another, and so
-        # needs no slots for a whole round.
+        # Each chunk is a whole tensor, and each slot is as large as the largest one. So fewer slots than
+        # chunks have room for the bytes of a round.
         slots = -(-spec.whole_bytes // spec.chunk_bytes_max)
     if is_push and owner >= schedule.placement.num_replicas(edge.from_stage):
+        # A spare uses a chunk only when all replicas have pushed it. With few slots a replica that is ahead
+        # waits, and the replicas that are behind get the link's bandwidth.
         slots = min(slots, _core.NUM_SPARE_SLOTS)
     yield _channel(
         edge_name(edge, schedule.placement),
@@ -335,7 +342,8 @@ def _between_replicas(
         num_transfers_kept=NUM_TRANSFERS_KEPT,
         num_residuals=max(spec.num_chunks, 1),
     )
-    if is_push and pushes_factors(codec):  # at every stage, so that all workers count the same channels
+    if is_push and pushes_factors(codec):
+        # A stage without factors has this channel, too, so that all workers compute the same ids.
         has_factors = TensorSpec(torch.uint8, (max(len(spec.factors) // 2, 1),), requires_grad=False)
         yield _channel(
             factors_name(edge, schedule.placement),
@@ -348,8 +356,8 @@ def _between_replicas(
 
 
 def _evaluation(schedule: _core.ScheduleOptions, edge: _core.Edge, boundary: Boundary | None) -> RunChannel:
-    """Returns the channel of validation activations. It has no codec, so that an evaluation gives the same
-    figures as a plain loop."""
+    """Returns the channel that carries activations of an evaluation. It has no codec, so that the evaluation
+    gives the same figures as a plain loop over the whole model."""
     first, stride = _core.items_of(schedule, edge)
     return _channel(
         edge_name(edge, schedule.placement),
@@ -371,7 +379,6 @@ def _of_edge(
     ties: Sequence[TieSpec],
     codec: CodecChoice,
 ) -> RunChannel:
-    """Returns the channel of an edge between two stages."""
     sender, receiver = edge.from_stage, edge.to_stage
     first_microbatch, microbatch_stride = _core.items_of(schedule, edge)
     channel = functools.partial(
@@ -391,14 +398,15 @@ def _of_edge(
         ahead = _core.num_tied_versions_ahead(schedule, sender, receiver)
         return channel(_tied_version(ties, edge), slots=ahead, unsent=ahead + 2)
     if edge.kind == "tied_gradient":
-        # The channel has one item for each minibatch of which the owner has a microbatch in flight.
+        # The channel carries one item per minibatch that the owner has in flight.
         in_flight = _core.num_microbatches_in_flight(schedule, receiver)
         unsent = max(schedule.in_flight[0], in_flight, 2) + 3
         return channel(_tied_gradients(ties, receiver, sender), slots=2, unsent=unsent)
     upstream = min(sender, receiver)
     activations, gradients = _crossing(boundaries.get(upstream))
     goes_downstream = edge.kind == "activation"
-    # The stage downstream keeps each microbatch's slot until its backward, and one more may arrive.
+    # The stage downstream keeps the slot of each microbatch until its backward. One more slot receives the
+    # next microbatch.
     in_flight_downstream = num_of_edge_in_flight(schedule, upstream + 1, microbatch_stride)
     in_flight = _core.num_microbatches_in_flight(schedule, upstream)
     return channel(
@@ -412,14 +420,14 @@ def _of_edge(
 
 
 def num_of_edge_in_flight(schedule: _core.ScheduleOptions, stage: int, microbatch_stride: int) -> int:
-    """The most microbatches of one edge that a replica of the stage has in flight.
+    """Returns the most microbatches that a replica of the stage has in flight and that use one given edge.
 
-    The replica's microbatches come from the neighbouring stage's replicas in turn, or go to them in turn.
-    With 8 microbatches in flight and 2 neighbours at most 4 belong to one edge."""
+    A replica exchanges microbatches with the replicas of the neighbouring stage in turn. With 8 microbatches
+    in flight and 2 such neighbours, at most 4 use the same edge."""
     in_flight = _core.num_microbatches_in_flight(schedule, stage)
     num_neighbours = microbatch_stride // schedule.placement.num_replicas(stage)
     of_edge = -(-in_flight // num_neighbours)
-    if _core.drains_every_minibatch(schedule):  # only microbatches of one round are in flight
+    if _core.drains_every_minibatch(schedule):  # then all microbatches in flight are of the same round
         per_round = _core.rounds_of(schedule, stage).minibatches_per_round * schedule.num_microbatches
         of_edge = min(of_edge, -(-per_round // microbatch_stride))
     return of_edge
@@ -434,15 +442,17 @@ def _ranks_of_ends(schedule: _core.ScheduleOptions, edge: _core.Edge) -> tuple[i
 
 
 def _crossing(boundary: Boundary | None) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
-    """The tensors of a cut: (activations, gradients)."""
+    """Returns the tensors that cross a cut: (activations, gradients)."""
     if boundary is None:
         return (), ()
     return boundary.tensors, [spec for spec in boundary.tensors if spec.requires_grad] or [_NO_GRADIENT]
 
 
 def set_up_channels(plan: Plan) -> list[RunChannel]:
-    """Returns the channels for rank 0's initial weights and for the rehearsal. They open before the others,
-    whose sizes depend on the optimizers and on the tensors that the rehearsal finds at the cuts."""
+    """Returns the channels of the set-up, which carry rank 0's initial weights and the rehearsal's outputs.
+
+    They open first. The sizes of all other channels depend on the optimizers and on the tensors that the
+    rehearsal finds at the cuts."""
     found = [
         _bulk_channel(tree_name(parent_of(rank), rank), (parent_of(rank), rank), _NUM_SET_UP_SLOTS)
         for rank in range(1, plan.workers_used)
@@ -459,12 +469,12 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
 
 
 def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.ScheduleOptions) -> list[RunChannel]:
-    """Returns the channels from the caller. They have the lowest ids, because the caller does not know the
-    other channels."""
+    """Returns the channels from the caller. Their ids begin at 0, because the caller does not know the other
+    channels."""
     found = []
     counts = TensorSpec(torch.int64, (3,), requires_grad=False)  # data.forwarded_counts
     boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
-    # A reader receives a whole group of minibatches before it returns the first (data/minibatch_source.py).
+    # A worker receives a whole group of minibatches before it begins the first (data/minibatch_source.py).
     group_size = _core.minibatches_between_drains(schedule)
     for channel, stage, replica in _data_ends(plan):
         # A minibatch's slot is free after its last microbatch.
@@ -488,8 +498,8 @@ def _data_ends(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def forwarded_name(channel: str, replica: int) -> str:
-    """Returns the name of a caller's channel. channel: INPUTS or TARGETS. replica: the reader's index in its
-    stage."""
+    """Returns the name of a channel from the caller. channel: INPUTS or TARGETS. replica: the receiver's
+    index in its stage."""
     return channel + _replica_suffix(replica)
 
 
@@ -498,15 +508,15 @@ def _replica_suffix(replica: int) -> str:
 
 
 def _tied_gradients(ties: Sequence[TieSpec], owner: int, user: int) -> list[TensorSpec]:
-    """Returns the tensors of a tied-gradient item: a mask that says which gradients exist, and the gradients
-    of all parameters that the two stages share, in order."""
+    """Returns the tensors of an item of tied gradients: a mask that says which gradients exist, then the
+    gradients of all parameters that the two stages share."""
     shared = [tie.spec for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
     return [TensorSpec(torch.uint8, (len(shared),), requires_grad=False), *shared]
 
 
 def _tied_version(ties: Sequence[TieSpec], edge: _core.Edge) -> list[TensorSpec]:
-    """Returns the tensors of a tied version that one replica of the owner sends to one replica of the
-    user."""
+    """Returns the tensors of one version of the tied weights, as one replica of the owner sends them to a
+    replica of the user."""
     owner, user = edge.from_stage, edge.to_stage
     shared = [tie for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
     specs = [spec for tie in shared for spec in (tie.pieces[edge.from_replica] if tie.pieces else [tie.spec])]

@@ -13,8 +13,8 @@ from pipedream.common.errors import PipelineError
 __all__ = ["DESCRIPTORS_PER_LINK", "check_descriptors", "descriptor_limit_raised"]
 
 DESCRIPTORS_PER_LINK = 9
-"""The most descriptors that one end of a link has. libzmq needs some for its two sockets and their events,
-for the listening socket and for the connection. Shared memory needs some for items, rings and wake-ups."""
+"""The most descriptors that one end of a link opens. libzmq opens some for its sockets, their events and the
+connection; shared memory needs the others."""
 _SPARE = 64  # for the user's files, the store and the DataLoaders
 
 _log = logging.getLogger("pipedream")
@@ -22,8 +22,8 @@ _log = logging.getLogger("pipedream")
 
 @contextlib.contextmanager
 def descriptor_limit_raised() -> Iterator[None]:
-    """In the with block, this process may open as many files as its hard limit allows. The soft limit, 1,024
-    on most systems, protects programs that call select().
+    """Lets this process open as many files as its hard limit allows, within the with block. The soft limit
+    (1,024 on most systems) returns afterwards, because it protects programs that call select().
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

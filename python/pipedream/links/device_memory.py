@@ -32,11 +32,11 @@ def agree_on_device_memory(
     publish: Callable[[str, Any], None],
     wait_for: Callable[[list[str]], list[Any]],
 ) -> Reach:
-    """Finds out, for all pairs of this rank that send device tensors, whether the sender can write into the
-    receiver's device memory. Both ranks of a pair get the same result.
+    """Finds out whether a sender of device tensors can write into the receiver's device memory, for all pairs
+    to which this rank belongs. Both ranks of a pair get the same result.
 
     publish: puts a value into the run's rendezvous under a key. wait_for: waits for the values of several
-    keys. A worker that computes on the host waits for nobody.
+    keys. on_host: whether this worker computes on the host; such a worker waits for no other.
     """
     pairs = {(c.sender, c.receiver) for c in channels if c.on_device}
     senders = sorted(sender for sender, receiver in pairs if receiver == rank)

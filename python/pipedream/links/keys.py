@@ -138,7 +138,7 @@ def write_key_file(path: Path) -> CurveKeys:
 
 
 def write_key_folder(folder: Path, num_machines: int) -> tuple[list[Path], list[CurveKeys]]:
-    """Makes one file per machine. Each machine has its own key pair, and all machines may talk to each other.
+    """Makes one key file per machine. Each machine gets its own key pair, and each file allows all machines.
 
     Raises ValueError and writes nothing if one of the files exists already."""
     if num_machines < 1:

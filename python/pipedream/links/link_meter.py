@@ -45,14 +45,14 @@ __all__ = [
 
 ITEM_BYTES = 1 << 20
 WORD_BYTES = 16
-"""Bytes of a request. A request is two int64: the kind of measurement, and the number of its round trips or
+"""Bytes of a request. A request is two int64: the kind of measurement, and its number of round trips or of
 bytes."""
 
 _LATENCY, _TO_FOLLOWER, _TO_LEADER, _END = range(4)
 _ROUND_TRIPS = 20  # of one latency sample
 _SMALL_BYTES = 8
 _FIRST_BYTES, _BYTES_MAX = 64 << 10, 256 << 20  # of one bandwidth sample
-_GROWTH = 4
+_GROWTH = 4  # factor of the bytes until a sample is long enough
 # A bandwidth sample takes at least _SAMPLE_S seconds and the time of _TRIPS_MIN round trips, unless it has
 # _BYTES_MAX bytes.
 _SAMPLE_S = 0.03
@@ -65,8 +65,8 @@ _STUDENT_T = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.3
 
 
 def pair_rounds(num_workers: int) -> list[list[tuple[int, int]]]:
-    """Returns all pairs (a, b) with a < b, in rounds. In a round each worker is in one pair at most. There
-    are as few rounds as possible."""
+    """Returns all pairs (a, b) with a < b, in rounds. In a round each worker is in one pair at most, so the
+    pairs of a round can measure at the same time. There are as few rounds as possible."""
     circle: list[int | None] = [*range(num_workers), *([None] if num_workers % 2 else [])]
     half = len(circle) // 2
     rounds = []
@@ -104,8 +104,8 @@ class PairFigures:
 
 @dataclass(frozen=True)
 class PairChannels:
-    """One end of a pair: its core, its device, and the names of its four channels. Requests (words) and
-    pieces of data each have one channel to the other end and one channel from there."""
+    """One end of a pair: its core, its device, and the names of its four channels. Words carry requests and
+    answers, pieces carry data; each has a channel in both directions."""
 
     core: _core.Worker
     words_out: str
@@ -144,10 +144,10 @@ class PairChannels:
 
 
 def lead(channels: PairChannels, seconds: float) -> PairFigures:
-    """Measures together with the worker that calls follow().
+    """Measures latency and bandwidth together with the other worker, which calls follow().
 
-    Takes at least 3 samples of each figure. Takes more until `seconds` have passed, or until there are 10
-    samples and the figure is known to 2 %."""
+    Takes at least 3 samples of each figure. It stops after `seconds`, or earlier if there are 10 samples and
+    the figure's error is at most 2 %. `seconds` counts for each figure."""
 
     def timed(what: int, amount: int) -> float:
         channels.say(what, amount)
@@ -176,8 +176,8 @@ def lead(channels: PairChannels, seconds: float) -> PairFigures:
 
         def sample() -> float:
             took_s = timed(what, num_bytes)
-            # In this sample the round trip may have been shorter than the mean, so at most half of the time
-            # is subtracted.
+            # The round trip of this sample may have been shorter than the mean round trip. So at most half of
+            # the sample's time is subtracted.
             return max(took_s - round_trip.mean, took_s / 2) / num_bytes
 
         return sampled(sample, seconds)
@@ -191,7 +191,7 @@ def lead(channels: PairChannels, seconds: float) -> PairFigures:
 
 
 def follow(channels: PairChannels) -> None:
-    """Does the follower's part until the leader has measured everything."""
+    """Answers the leader's requests until the leader has measured everything."""
     while True:
         what, amount = channels.hear()
         if what == _END:
@@ -212,8 +212,8 @@ def follow(channels: PairChannels) -> None:
 def sampled(
     sample: Callable[[], float], seconds: float, now_s: Callable[[], float] = time.monotonic
 ) -> Figure:
-    """Returns the mean of at least 3 samples. Takes more until `seconds` have passed, or until there are 10
-    samples and the mean is known to 2 %."""
+    """Returns the mean of at least 3 samples. Stops after `seconds`, or earlier if there are 10 samples and
+    the mean's error is at most 2 %."""
     ends_s = now_s() + seconds
     samples: list[float] = []
     while True:

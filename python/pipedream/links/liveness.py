@@ -1,15 +1,16 @@
 """Workers give signs of life: through the rendezvous during the set-up of a run, and through the core's beats
 afterwards.
 
-Set-up: until its links are open, a rank writes into the rendezvous again and again that it lives and what it
-does. A rank that has not joined yet writes nothing, so it is not counted as lost.
+During the set-up, a rank writes again and again into the rendezvous that it lives and what it does. A rank
+that has not joined yet writes nothing, so it is not counted as lost.
 
-Links open: the core's transport thread sends beats to the peers. It needs no interpreter, so a beat shows
-only that the process lives. The pulse is a Python thread that tells the core again and again that the
-interpreter runs. Each beat says whether the core has heard from the pulse lately. If some code never releases
-the GIL, the pulse stops, but the beats go on. The peers then consider the worker lost after peer_timeout.
+Once links are open, the core's transport thread sends beats to the peers. This thread needs no interpreter,
+so a beat shows only that the process lives. The pulse is a Python thread that tells the core again and again
+that the interpreter runs. Each beat says whether the core has heard from the pulse lately. If some code never
+releases the GIL, the pulse stops, but the beats go on. The peers then consider the worker lost after
+peer_timeout.
 
-Each object is owned by one thread, the pulse by the thread that owns the core.
+One thread owns each object. The thread that owns the core owns the pulse.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pipedream import _core
 
 __all__ = ["LivenessMonitor", "Pulse", "Sign", "sign_period_s"]
 
-_SIGNS_PER_TIMEOUT = 8  # a few may be late or lost
+_SIGNS_PER_TIMEOUT = 8  # so a few signs may be late or lost before a rank counts as lost
 
 
 def sign_period_s(peer_timeout_s: float) -> float:
@@ -37,9 +38,9 @@ class Sign:
     count: int
     """A number that grows from sign to sign, so that no two signs are equal."""
     peer_timeout_s: float
-    """Seconds of peer_timeout at the rank that gives the sign. The rank gives eight signs in this time."""
+    """Seconds of peer_timeout at the rank that gives the sign."""
     phase: str
-    """The rank's present work, such as "opening links". An error names this work if the rank is lost."""
+    """The rank's present work, such as "opening links". If the rank is lost, the error names this work."""
     is_done: bool = False
     """Whether this is the rank's last sign, because its links are open."""
 
@@ -52,7 +53,8 @@ class Sign:
 
 
 class LivenessMonitor:
-    """Finds out which of the other ranks are lost. It reads their signs in rounds."""
+    """Finds out which other ranks are lost. The rendezvous reads their signs at intervals and passes them to
+    observe()."""
 
     def __init__(self, peer_timeout_s: float) -> None:
         self._peer_timeout_s = peer_timeout_s
@@ -61,9 +63,9 @@ class LivenessMonitor:
         self._silent_s: dict[int, float] = {}
 
     def observe(self, signs: Mapping[int, Sign], now_s: float) -> None:
-        """Notes the latest sign of every rank that has given a sign."""
+        """Notes the latest sign of every rank that has given a sign. now_s: when the signs were read."""
         # If this process was stopped or got no CPU time, it reads the signs late, and living ranks would seem
-        # silent. So the time since the last read counts as two periods at most.
+        # silent. So the time since the last read counts as at most two periods of signs.
         passed_s = 0.0
         if self._last_round_s is not None:
             passed_s = min(now_s - self._last_round_s, 2 * sign_period_s(self._peer_timeout_s))
@@ -74,8 +76,8 @@ class LivenessMonitor:
             self._signs[rank] = sign
 
     def describe_lost(self) -> str | None:
-        """Returns a line about a rank that gave no sign for peer_timeout; None if there is none. If that rank
-        and this rank have different peer_timeouts, the longer one counts."""
+        """Returns a line about a rank that gave no sign for peer_timeout; None if no rank is lost. If that
+        rank and this rank have different peer_timeouts, the longer one counts."""
         for rank, sign in sorted(self._signs.items()):
             patience_s = max(self._peer_timeout_s, sign.peer_timeout_s)
             if not sign.is_done and self._silent_s[rank] > patience_s:

@@ -88,12 +88,12 @@ class LinkOptions:
     def check_peer(
         self, peer: str, introduction: Mapping[str, str | None], *, shares_memory: bool, ends: str
     ) -> None:
-        """Raises ValueError for a peer whose public key this worker does not allow, and with transport="shm"
-        for a neighbouring stage on another machine.
+        """Raises ValueError if this worker does not allow the peer's public key; without this check the link
+        would stay silent. With transport="shm", also raises it if the peer must share memory with this worker
+        but runs on another machine.
 
-        Without this check a link to the first kind of peer would stay silent, and a link to the second kind
-        would use tcp for small tensors.
-        shares_memory: whether the peer is a neighbouring stage. ends: both workers, in words."""
+        peer: the peer's name for errors. introduction: what the peer's introduction() returned.
+        shares_memory: whether the peer must share memory. ends: both workers' names for errors."""
         public = introduction["public_key"]
         if self.keys is not None and public not in self.keys.allowed:
             raise ValueError(
@@ -122,8 +122,10 @@ class LinkOptions:
                 )
 
     def check_reach(self, ends: str, why: str) -> None:
-        """Logs whether a pair of neighbouring stages uses CUDA IPC. With transport="ipc", raises ValueError
-        if it cannot. why: the reason why not; empty if the pair uses CUDA IPC."""
+        """Logs whether a pair of workers uses CUDA IPC. With transport="ipc", raises ValueError if the pair
+        cannot.
+
+        ends: both workers' names. why: the reason why they cannot; empty if they use CUDA IPC."""
         from pipedream import _core
 
         if self.transport == "ipc" and why:
@@ -135,8 +137,8 @@ class LinkOptions:
 
 
 def wants_checksums() -> bool:
-    """Whether PIPEDREAM_CHECKSUMS=1 asks for a CRC-32C over every payload on the wire. Headers always have
-    one."""
+    """Whether PIPEDREAM_CHECKSUMS=1 asks for a checksum (CRC-32C) over every payload on the wire. Headers
+    always have a checksum."""
     wanted = os.environ.get("PIPEDREAM_CHECKSUMS", "0")
     if wanted not in ("0", "1"):
         raise ValueError(f"PIPEDREAM_CHECKSUMS is {wanted!r}: use 1 or 0")
@@ -156,9 +158,8 @@ def make_link_options(
 ) -> LinkOptions:
     """Checks the arguments of run() that concern links, and finds this worker's address.
 
-    With insecure=True, logs a warning once per machine if other machines can reach the address. Raises
-    ValueError or TypeError that names the argument, also if others can reach the address and there are
-    neither keys nor insecure=True.
+    An address other than loopback needs keys, or insecure=True, which logs a warning once per machine. Raises
+    ValueError or TypeError, which name the argument.
     """
     if not isinstance(insecure, bool):
         raise TypeError(f"insecure is {insecure!r}: give True or False")

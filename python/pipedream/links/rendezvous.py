@@ -42,7 +42,8 @@ _LAST_SIGN_S = 1.0
 """The most seconds that a rank with open links waits until its last sign is in the store."""
 _FAILED_KEY = "failed"
 _LINGER_S = 5.0
-"""The most seconds that the store's host waits, after a failure, until all ranks have read the reason."""
+"""The most seconds that the store's host waits after a failure. It waits until all ranks have read why the
+run failed."""
 
 _T = TypeVar("_T")
 
@@ -69,9 +70,8 @@ def _check_loopback() -> None:
 
 
 def _store_at(listener: socket.socket, host: str, port: int) -> dist.Store:
-    """Makes a store that listens on `listener`. This process connects to it at host:port.
-
-    Without a listener TCPStore would listen on all interfaces, and ignore `host`.
+    """Makes a store that listens on `listener`, and connects this process to it at host:port. Without a
+    listener TCPStore would listen on all interfaces.
     """
     descriptor = os.dup(listener.fileno())
     try:
@@ -82,12 +82,12 @@ def _store_at(listener: socket.socket, host: str, port: int) -> dist.Store:
             True,
             _STORE_TIMEOUT,
             wait_for_workers=False,
-            multi_tenant=True,  # a process group that is made later may share it
+            multi_tenant=True,  # a process group that is made later may share the store
             master_listen_fd=descriptor,  # the store closes it
             use_libuv=False,
         )
     except BaseException:
-        # The store may have closed the descriptor; its number may then belong to another file by now.
+        # The store may have closed the descriptor already. Another file may have its number by now.
         with contextlib.suppress(OSError):
             if os.path.sameopenfile(descriptor, listener.fileno()):
                 os.close(descriptor)
@@ -99,10 +99,10 @@ def connect_store(port: int) -> dist.Store:
 
 
 def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
-    """Joins the store of torchrun's agent. Under a launcher without such a store, rank 0 hosts one.
+    """Joins the store of torchrun's agent. Under a launcher without such a store, rank 0 hosts the store.
 
-    Needs no process group. Raises ValueError if MASTER_ADDR or MASTER_PORT is missing, PeerLost if nothing
-    answers there within timeout_s, and PipelineError if rank 0 cannot host the store.
+    No process group is needed. Raises ValueError if MASTER_ADDR or MASTER_PORT is missing, PeerLost if no
+    store answers there within timeout_s, and PipelineError if rank 0 cannot host the store.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = _from_environment("MASTER_ADDR"), int(_from_environment("MASTER_PORT"))
@@ -125,18 +125,17 @@ def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
     return Rendezvous(store, prefix, rank=rank, world_size=world_size, host=host, hosts=hosts)
 
 
-@functools.cache  # kept until this process ends: other ranks may still read when this one goes on
+@functools.cache  # keeps the store until this process ends, because other ranks may still read from it
 def _hosted_at(host: str, port: int) -> dist.Store:
-    """Returns the store that this process hosts at host:port. A process group of this process shares the
-    store, whether the group is made before the store or after it. Raises OSError or DistError if the store
-    cannot listen there."""
+    """Returns the store that this process hosts at host:port. A process group of this process may share the
+    store. Raises OSError or DistError if the store cannot listen there."""
     try:
         listener = _listener_at(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # The port is in use. If a process group of this process uses it, this joins the group's store. If
-        # another process uses it, this fails.
+        # If a process group of this process uses the port, this call joins the group's store. If another
+        # process uses the port, this call fails.
         return dist.TCPStore(
             host, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, multi_tenant=True
         )
@@ -197,7 +196,7 @@ class Rendezvous:
         self._hosts = hosts
         self._patience_s = _STORE_TIMEOUT.total_seconds()
         self._phase = "starting"
-        self._store_is_gone = ""  # the error's text, once the store is gone
+        self._store_is_gone = ""  # becomes the error's text when the store is gone
         self._has_failed = False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._signs: _Signs | None = None  # used by the thread below
@@ -211,8 +210,9 @@ class Rendezvous:
         self.close()
 
     def close(self) -> None:
-        """Closes the rendezvous; a second call does nothing. The store ends with the process that hosts it.
-        So if the run has failed, the host first waits up to 5 s until all ranks have read why."""
+        """Closes the rendezvous; a second call does nothing. If the run has failed, the process that hosts
+        the store first waits up to 5 s until all ranks have read why, because the store ends with this
+        process."""
         if self._hosts and self._has_failed:
             self._linger()
         self._hosts = False
@@ -239,8 +239,8 @@ class Rendezvous:
         return dist.PrefixStore(group, self._ask(lambda store: store.clone()))  # type: ignore[attr-defined]
 
     def fail(self, message: str) -> None:
-        """Tells every rank that waits in the rendezvous that the run has failed, and why. A second message is
-        ignored."""
+        """Tells every rank that waits in the rendezvous that the run has failed, and why. Only the first
+        message of a run counts."""
         self._has_failed = True
 
         def tell(store: dist.Store) -> None:
@@ -280,10 +280,10 @@ class Rendezvous:
     ) -> list[Any]:
         """Waits until all keys are in the store, and returns their values.
 
-        Calls raise_if_failed() and `meanwhile` while it waits; their errors end the wait. After timeout_s
-        raises PeerLost; `describe` turns the missing keys into the error's text. Once all ranks have joined
-        the timeout no longer counts: a rank may take any time to read its first minibatch, and its signs tell
-        that it lives.
+        `meanwhile` is called again and again during the wait; its error ends the wait. So does the failure of
+        the run, or a lost rank. After timeout_s, raises PeerLost with the text that `describe` makes of the
+        missing keys. The timeout no longer counts once all ranks have joined, because then signs of life show
+        which ranks live.
         """
         begin_s = time.monotonic()
         missing = list(keys)
@@ -292,9 +292,8 @@ class Rendezvous:
             absent = [key for key in missing if not store.check([key])]
             return absent, self._read_failure(store) if absent else None
 
-        # Polls, at most 20 ms apart. The store's own wait() would not do: it does not end when the run fails,
-        # a rank is lost or `meanwhile` raises. With a short timeout it prints two lines of warning each time,
-        # and it holds the connection, so that signs of life would have to wait.
+        # This loop polls, because the store's own wait() does not end when the run fails, a rank is lost or
+        # `meanwhile` raises. It also holds the connection, so that signs of life would have to wait.
         while True:
             missing, failure = self._ask(look)
             if not missing:
@@ -316,7 +315,7 @@ class Rendezvous:
         assert self._rank is not None
         self._patience_s = peer_timeout_s
         self._signs = _Signs(self._rank, self._world_size, peer_timeout_s)
-        self.enter(self._phase)  # wakes the thread, which from now on gives the signs
+        self.enter(self._phase)  # wakes the store's thread, which from now on gives the signs
 
     def enter(self, phase: str) -> None:
         """Sets the phase that this rank is in, for errors of other ranks. With phase "opening links" such an
@@ -327,8 +326,8 @@ class Rendezvous:
             self._ask(lambda store: signs.enter(store, phase))
 
     def leave(self) -> None:
-        """Gives the last sign of life. This rank's links are open, and from now on the links show which
-        worker ends. Best effort, because this rank no longer needs the store."""
+        """Gives the last sign of life. Call it when this rank's links are open: from then on the links show
+        whether a worker is lost. A failure is ignored, because this rank no longer needs the store."""
         signs, self._signs = self._signs, None
         if signs is not None:
             concurrent.futures.wait([self._post(signs.end)], _LAST_SIGN_S)
@@ -341,8 +340,8 @@ class Rendezvous:
             return [rank for rank in others if not _needs_no_store(store, rank)]
 
         try:
-            # A rank that needs the store no longer writes one of two keys. The store's own wait() would wait
-            # for both keys, so this loop polls.
+            # When a rank no longer needs the store, one of two keys says so (_needs_no_store). The store's
+            # own wait() would wait for both keys, so this loop polls.
             while self._ask(waiting) and time.monotonic() - begin_s < _LINGER_S:
                 _pause(time.monotonic() - begin_s)
         except PeerLost:
@@ -397,8 +396,8 @@ class Rendezvous:
 
 
 def _pause(waited_s: float) -> None:
-    """Sleeps before the next poll: 1 ms at first, 20 ms after a while. So a short wait ends within 1 ms, and
-    a long one costs little."""
+    """Sleeps before the next poll of a wait. The sleep is an eighth of the time waited so far, but at least 1
+    ms and at most 20 ms. So a short wait ends soon, and a long wait costs little."""
     time.sleep(min(max(waited_s / 8, _LOOKS_AGAIN_MIN_S), _LOOKS_AGAIN_MAX_S))
 
 
@@ -438,7 +437,8 @@ class _Signs:
             self._say(store)
             self._look(store)
         except dist.DistError:
-            self.due_s = float("inf")  # the store is gone: the next _ask() raises that
+            # The store is gone, so this rank gives no more signs. The next _ask() raises PeerLost.
+            self.due_s = float("inf")
 
     def _say(self, store: dist.Store, *, is_done: bool = False) -> None:
         self._count += 1
@@ -467,7 +467,7 @@ def _heard_key(rank: int) -> str:
 
 
 def _needs_no_store(store: dist.Store, rank: int) -> bool:
-    """Whether the rank has read why the run failed, or has open links over which it learns that."""
+    """Whether the rank has read why the run failed, or has open links, which tell it that the run failed."""
     if store.check([_heard_key(rank)]):
         return True
     return store.check([_sign_key(rank)]) and Sign.from_json(store.get(_sign_key(rank))).is_done

@@ -1,5 +1,5 @@
-"""The names of the channels by which one owner of a stage's shards exchanges gradients and weight versions
-with the other owners. Pure; any thread."""
+"""The names of the channels on which one owner of a stage's shards exchanges gradients and weight versions
+with the other owners. An owner is a replica or a spare of the stage. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["ReplicaChannels"]
 
 @dataclass(frozen=True)
 class ReplicaChannels:
-    """The names of the channels between one owner and each other owner, by the other owner's index."""
+    """The names of the channels between one owner and the other owners. The keys are the other owner's
+    index."""
 
     push_to: Mapping[int, str]
     push_from: Mapping[int, str]
@@ -36,7 +37,7 @@ class ReplicaChannels:
         has_factors: bool = False,
         posted_from: frozenset[int] = frozenset(),
     ) -> ReplicaChannels:
-        """owner: the index of a replica or a spare in the stage. Spares have the indices after the
+        """Returns the names for one owner. owner: its index in the stage; spares have the indices after the
         replicas."""
         names: dict[str, dict[int, str]] = {f"{kind}_{way}": {} for kind in _KINDS for way in ("to", "from")}
         for edge in _core.edges_of(schedule):
@@ -55,7 +56,6 @@ class ReplicaChannels:
 
     @property
     def others(self) -> set[int]:
-        """The indices of the other owners."""
         return {*self.push_to, *self.push_from, *self.pull_to, *self.pull_from}
 
     @property
@@ -64,8 +64,8 @@ class ReplicaChannels:
         return [*self.push_from.values(), *self.pull_from.values(), *self.factors_from.values()]
 
     def of(self, other: int) -> list[str]:
-        """The channels to and from another owner, in the order of the core's ExchangePeer; "" where there is
-        none."""
+        """Returns the channels to and from another owner, in the order of the core's ExchangePeer; "" stands
+        for a channel that does not exist."""
         pushes = (self.push_to, self.push_from, self.factors_to, self.factors_from)
         return [names.get(other, "") for names in (*pushes, self.pull_to, self.pull_from)]
 

@@ -1,8 +1,8 @@
 """A process group of torch.distributed, in which the replicas of one stage all-reduce gradients and weights.
 
-The backend is NCCL if each replica has its own CUDA device, otherwise gloo. The run makes its own group, and
-does not change the process's default group. gloo listens on the address of the links. Neither backend
-encrypts. Owned by the worker's compute thread.
+The backend is NCCL if each replica has its own CUDA device, otherwise gloo. The process's default group stays
+as it is. gloo listens on the address of the links. Neither backend encrypts. The worker's compute thread owns
+the group.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pipedream.common.errors import PeerLost, one_line
 
 __all__ = ["ReplicaGroup"]
 
-_JOIN_TIMEOUT = timedelta(seconds=60)  # enough, as all replicas have just opened their links
-_REDUCE_TIMEOUT = timedelta(days=30)  # in effect none: another replica may compute for any time
-_LOOK_PERIOD = timedelta(seconds=0.5)  # between looks at the links
-_PATIENCE_S = 2.0  # for the links to find which worker was lost
+_JOIN_TIMEOUT = timedelta(seconds=60)  # enough, because all replicas have just opened their links
+_REDUCE_TIMEOUT = timedelta(days=30)  # no limit in practice: another replica may compute for any time
+_LOOK_PERIOD = timedelta(seconds=0.5)  # between two checks of the links
+_PATIENCE_S = 2.0  # the most time in which the links find out which worker was lost
 _LOOK_AGAIN_S = 0.02
 
 
@@ -43,9 +43,10 @@ class ReplicaGroup:
         bind_host: str,
         check_links: Callable[[], object],
     ) -> None:
-        """store: used by this group alone. check_links: raises if another worker has failed.
+        """Joins the group; raises PeerLost if the other replicas do not join.
 
-        Raises PeerLost if the other replicas do not join."""
+        store: a store that only this group uses. bind_host: the address on which gloo listens.
+        check_links: raises if another worker has failed."""
         self.replica = replica
         self.num_replicas = num_replicas
         self._check_links = check_links
@@ -92,8 +93,8 @@ class ReplicaGroup:
                     self._raise_lost(error)
 
     def _raise_lost(self, error: RuntimeError) -> NoReturn:
-        """Raises the error of the lost worker. gloo sees a connection end before the links know which worker
-        was lost, so this asks the links for up to 2 s."""
+        """Raises the error that names the lost worker. gloo sees a connection end before the links know which
+        worker was lost, so this function asks the links again for up to 2 s."""
         deadline_s = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline_s:
             self._check_links()

@@ -1,9 +1,9 @@
 """Carries the residuals of the codec topk from one segment of a run to the next (worker/segment.py).
 
 topk sends only the largest elements of a tensor. The sender adds the unsent elements to the tensor's
-residual, element by element. A channel has one or more sets of residuals, one residual per tensor of an item,
-and its items use the sets in turn. If a tensor is larger in the next segment, its new elements begin with
-residual 0. Runs on the worker's compute thread.
+residual, element by element. A set of residuals has one residual per tensor of an item. A channel has one or
+more sets, and its items use the sets in turn. If a tensor is larger in the next segment, its new elements
+begin with residual 0. Runs on the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ set, then those of the second, and so on."""
 
 
 def keep_residuals(core: _core.Worker, rank: int, channels: Iterable[RunChannel]) -> Residuals:
-    """Copies the residuals of the channels on which this rank sends. First waits until all items of these
-    channels are sent."""
+    """Returns copies of the residuals of the channels on which this rank sends. First waits until all items
+    of these channels are sent."""
     kept: Residuals = {}
     for channel in channels:
         if channel.sender == rank and channel.codec.startswith("topk"):
@@ -39,7 +39,7 @@ def keep_residuals(core: _core.Worker, rank: int, channels: Iterable[RunChannel]
 
 
 def by_name(residuals: Residuals) -> dict[str, Tensor]:
-    """Returns each residual under a name, as a snapshot stores it."""
+    """Returns each residual under its name in a snapshot, such as "activations of stage 0 to stage 1 / 0"."""
     return {
         f"{channel} / {index}": residual
         for channel, of_channel in residuals.items()
@@ -48,7 +48,7 @@ def by_name(residuals: Residuals) -> dict[str, Tensor]:
 
 
 def from_names(named: Mapping[str, Tensor]) -> Residuals:
-    """Returns the residuals of which by_name() has given `named`."""
+    """Turns the result of by_name() back into residuals."""
     by_index: dict[str, dict[int, Tensor]] = {}
     for name, residual in named.items():
         channel, _, index = name.rpartition(" / ")

@@ -35,7 +35,8 @@ def send_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> Non
 
 
 def receive_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> None:
-    """Receives the values that send_tensors() sent, into these tensors. The tensors may be on any device."""
+    """Receives the values that send_tensors() sent, and writes them into `tensors`, which may be on any
+    device."""
     for tensor in tensors:
         landed = torch.empty(tensor.shape, dtype=tensor.dtype)
         _receive_bytes(core, channel, _bytes_of(landed))
