@@ -1,8 +1,8 @@
 """Copies tensors between device and host memory while the device computes.
 
-CUDA copies run on two separate streams, one per direction. Events order the copies, and the CPU does not wait
-for them. Without a GPU the same copies are done at once. That saves no time, but lets tests on the host run
-this code. Owned by the worker's compute thread.
+On CUDA the copies run on two separate streams, one per direction. Events order the copies, and the CPU does
+not wait for them. On the host each copy is done before the call returns. That saves no time, but lets tests
+run the code that offloads. The worker's compute thread owns the streams.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["CopyStreams", "make_copy_streams"]
 
 class CopyStreams:
     """Copies that run at the same time as the compute stream. out() and into() return an event that is
-    recorded when the copy is done. None: the copy is done already, as all copies within host memory are."""
+    recorded when the copy is done. They return None if the copy is done already, as it is on the host."""
 
     def out(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        """Copies from device to host. The copy waits for all work that the compute stream has been given so
-        far, and for the events `after`."""
+        """Copies from device to host. The copy waits for all work that the compute stream has so far, and for
+        the events `after`."""
         with torch.no_grad():
             target.copy_(source)
 
     def into(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        """Copies from host to device, and waits as out() does."""
+        """Copies from host to device. The copy waits for the same work and events as in out()."""
         return self.out(source, target, *after)
 
     def wait(self, *copies: Any) -> None:
@@ -61,7 +61,7 @@ class _CudaCopies(CopyStreams):
         self._into.synchronize()
 
     def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Any) -> Any:
-        # Work that is queued on the compute stream writes the source, or still reads the target's old
+        # Work that is queued on the compute stream may write the source, or may read the target's old
         # content.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for event in after:

@@ -3,7 +3,7 @@ minibatch. The rehearsal shows which tensors cross the cuts in eval mode, how mu
 and whether the loss and the metrics accept the outputs.
 
 Values go from stage to stage as in the rehearsal of the training (rehearsal.py). Afterwards modules,
-generators and the state of loss and metrics are as they were. On the worker's compute thread.
+generators and the state of loss and metrics are as they were. Runs on the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class RehearsedEvaluation:
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     """Boundaries at both sides of this worker's stages, by the stage upstream of the cut."""
     peak_bytes: int = 0
-    """Peak bytes of torch's tensors in one forward, and bytes of the copies of buffers on which the forward
-    runs.
+    """Peak bytes of torch's tensors in one forward, plus the bytes of the stage's buffers, which the forward
+    copies.
     """
 
 
@@ -55,9 +55,10 @@ def rehearse_evaluation(
     autocast: torch.dtype | None,
     describe: Callable[[int], str],
 ) -> RehearsedEvaluation:
-    """Runs the worker's stages on the first validation minibatch. stages: the worker's stages of the
-    eval-mode forward, on the device. inputs, targets: None at a worker that has neither the first nor the
-    last stage."""
+    """Runs the worker's stages on the first validation minibatch.
+
+    stages: the worker's stages as cut for eval mode, on the device. inputs, targets: the minibatch; None at a
+    worker that has neither the first nor the last stage. describe: names a stage in errors."""
     boundaries: dict[int, Boundary] = {}
     peak_bytes = 0
     for stage in stages:
@@ -94,11 +95,12 @@ def _run(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> tuple[Any, int]:
-    """Returns (output, the most bytes that torch's tensors had beside the weights)."""
+    """Returns the stage's output, and the peak bytes of the tensors that the forward made."""
     loss_fn, metrics = (None, {}) if spared is None else spared
     calls = StageCalls(stage, loss_fn, device, autocast)
     meter = make_meter(device)
-    # A compiled forward would compile again under the meter's dispatch mode, so it runs without the meter.
+    # A compiled forward would be compiled again under the meter's dispatch mode, so it runs without the
+    # meter.
     is_metered = not any(map(is_compiled, stage.modules()))
     with meter if is_metered else contextlib.nullcontext():
         meter.reset_peak()

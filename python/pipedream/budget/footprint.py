@@ -1,10 +1,10 @@
 """Measures the memory that a stage needs in addition to the pool, first in a rehearsal and again while
 training.
 
-On CUDA torch's allocator counts bytes. On the host torch has no such count. There a dispatch mode notes every
-tensor that an operator makes, and when the tensor's memory is freed. That costs microseconds per operator, so
-the mode is on during the first minibatches only. It does not see memory that an operator allocates and frees
-itself.
+On CUDA torch's allocator counts bytes. On the host torch does not count them. There a dispatch mode notes
+every tensor that an operator makes, and when the tensor's memory is freed. It does not see memory that an
+operator allocates and frees itself. It costs microseconds per operator, so it is on only in the first
+minibatches.
 """
 
 from __future__ import annotations
@@ -32,44 +32,45 @@ __all__ = [
     "storage_bytes",
 ]
 
-# Room for scalars: the loss, its scale, and the gradient with which the loss's backward starts. How long each
-# of them lives differs.
+# Room for scalars: the loss, its scale, and the gradient with which the loss's backward starts. A measurement
+# may miss some of them, because they live for different times.
 SCALARS_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of torch's own memory that one stage needs, with as many microbatches as in the run."""
+    """The memory that one stage needs from torch's own allocator, in bytes. A microbatch is as large as in
+    the run."""
 
     input_bytes: int
     """Bytes of one microbatch's inputs (and targets at the last stage)."""
     stash_bytes: int
     """Bytes that the forward of a microbatch makes and that stay until its backward."""
     transient_bytes: int
-    """Peak bytes, in addition to the other terms, while a forward or a backward runs."""
+    """Peak bytes while a forward or a backward runs, in addition to inputs, stash and gradients."""
     gradient_bytes: int
     """Bytes of the parameters' gradients."""
     is_measured: bool
-    """Whether the stage was measured. It cannot be measured if it is compiled or its rehearsal failed."""
+    """Whether the stage was measured. It is not if it is compiled or its rehearsal failed."""
     output_bytes: int = 0
     """Bytes of one microbatch's outputs; 0 at the last stage."""
     target_bytes: int = 0
     """The part of input_bytes that targets take."""
     offloadable_bytes: int = 0
-    """Bytes of stash_bytes that offloading would move to the host; also 0 if they were not measured."""
+    """The part of stash_bytes that offloading would move to the host; 0 if this was not measured."""
     factor_rows: Mapping[str, int] = field(default_factory=dict)
-    """Number of rows of the factors in one microbatch, by the name of the weight. Contains the weights whose
-    gradient is the product of two factors (model/factored.py). Also empty if the rows were not counted."""
+    """Number of rows of a weight's factors in one microbatch, by the weight's name. It has the weights whose
+    gradient is the product of two factors (model/factored.py). It is empty if the rows were not counted."""
     foreign_draws: tuple[str, ...] = ()
-    """Generators other than torch's from which the forward draws."""
+    """Names of random generators other than torch's from which the forward draws."""
     draws: SeenDraws = field(default_factory=SeenDraws)
-    """Draws from torch's generators."""
+    """Where the stage draws from torch's random generators."""
     is_repeatable: bool = True
-    """Whether a recompute gives the same output as the forward; also True if this was not tested."""
+    """Whether a recompute gives the same output as the forward; True if this was not tested."""
 
     def or_as(self, other: Footprint) -> Footprint:
-        """Returns a footprint that is enough for both kinds of minibatches, those of `self` and those of
-        `other`: the larger of each figure."""
+        """Returns a footprint that is large enough for the minibatches of `self` and for those of `other`. It
+        has the larger one of each figure."""
         rows = (*self.factor_rows.items(), *other.factor_rows.items())
         offloadable_bytes = max(self.offloadable_bytes, other.offloadable_bytes)
         stays_bytes = max(kind.stash_bytes - kind.offloadable_bytes for kind in (self, other))
@@ -94,7 +95,7 @@ class _CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._baseline = int(torch.cuda.memory_allocated(device))  # what was there before: the model
+        self._baseline = int(torch.cuda.memory_allocated(device))  # bytes of the model, which exists already
 
     @property
     def live_bytes(self) -> int:
@@ -122,8 +123,8 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self.live_bytes = 0
         self.peak_bytes = 0
-        # Storages by the address of their C++ object. The weak reference removes the entry when the storage
-        # is freed.
+        # A weak reference to each known storage, by the address of the storage's C++ object. When a storage
+        # is freed, its weak reference removes the entry.
         self._known: dict[int, Any] = {}
 
     def reset_peak(self) -> None:
@@ -164,7 +165,8 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-# The base class marks the method as not to be compiled.
+# TorchDispatchMode marks this method as not to be compiled, and the mark would import torch's compiler
+# (common/compiling.py).
 _HostMeter.__torch_dispatch__ = unmarked_until_compiling(_HostMeter.__torch_dispatch__)  # type: ignore[method-assign]
 
 
@@ -179,12 +181,11 @@ def make_meter(device: torch.device) -> MemoryMeter:
 
 
 class WorkMeter:
-    """Reads a meter around work items (forward, recompute, backward) and keeps the peak of each term."""
+    """Reads a meter around forwards, recomputes and backwards, and keeps the peaks of stash, gradients and
+    transient tensors."""
 
     def __init__(self, meter: MemoryMeter, gradient_bytes: Callable[[], int]) -> None:
-        """gradient_bytes: function that returns the bytes of the parameters' gradients that exist at the
-        moment.
-        """
+        """gradient_bytes: returns the bytes of the parameters' gradients that exist at the moment."""
         self._meter = meter
         self._gradient_bytes = gradient_bytes
         self.stash_peak_bytes = 0
@@ -199,27 +200,28 @@ class WorkMeter:
 
     @contextlib.contextmanager
     def recompute(self) -> Iterator[None]:
-        """Measures a recompute. Its tensors live until the backward that follows, so they count as
-        transient."""
+        """Measures a recompute. Its tensors count as transient, because they live only until the backward
+        that follows."""
         with self._measured():
             yield
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        # The peak counts, because gradients of earlier rounds may be sent and freed during the backward.
+        # The peak of the gradients counts, because gradients of earlier rounds may be sent and freed during
+        # the backward.
         with self._measured(lambda: self.gradient_peak_bytes):
             yield
             self._note_gradients()
-            self._note_kept()  # also gradients on their way upstream
+            self._note_kept()  # the inputs' gradients, which are sent upstream, count as kept
 
     @property
     def transient_peak_bytes(self) -> int:
-        """Peak bytes minus the peak of the kept bytes. The bytes kept at the moment of the peak may have been
-        fewer, but only the sum of the two terms matters."""
+        """Peak bytes minus the peak of the stash. The stash may have been smaller at the moment of the first
+        peak, but only the sum of stash and transient matters."""
         return max(self._peak_bytes - self.stash_peak_bytes, 0)
 
     def kept_bytes(self) -> int:
-        """Bytes of all live tensors except the parameters' gradients."""
+        """Returns the bytes of all live tensors except the parameters' gradients."""
         return self._meter.live_bytes - self._gradient_bytes()
 
     def _note_gradients(self) -> None:
@@ -238,8 +240,8 @@ class WorkMeter:
 
 
 class StepMeter:
-    """Measures the tensors that an optimizer's steps make and drop. The state that the steps keep has a term
-    of its own, so this meter must not be used for anything else."""
+    """Measures the tensors that an optimizer's steps allocate and free. The state that a step keeps does not
+    count, because it has its own term."""
 
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter

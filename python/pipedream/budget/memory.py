@@ -1,7 +1,8 @@
-"""Predicts a worker's memory, as one sum of named terms, before the first minibatch (docs/inside-memory.md).
+"""Predicts a worker's memory before the first minibatch, as a sum of named terms (docs/inside-memory.md).
 
-The memory of the pool is planned to the byte. Torch's own memory is predicted from a rehearsal. If a worker
-would exceed a given limit, choose_savings() turns recompute and offloading on. Pure; any thread.
+The pool is the memory that the core allocates once for a worker; its terms are exact. Torch allocates all
+other memory; a rehearsal predicts those terms. If a worker would exceed a given limit, choose_savings() turns
+recompute and offloading on. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -60,21 +61,21 @@ __all__ = [
     "tied_term",
 ]
 
-# Names of terms of the pool. The terms for received tensors and for staging have the names of their channels.
+# The names of the pool's terms. The terms of a channel have names that contain the channel's name.
 WEIGHT_VERSIONS = "weight versions"
 TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
 MASTERS = "float32 masters"  # the masters of bfloat16 parameters
 AVERAGES = "averages of weights"  # of callbacks.EMA
 PUSHES = "pushed chunks"
-# A term for asynchronous shards: the newest version of a replica's own shard, and a copy of it for each other
-# replica.
+# With asynchronous shards a replica has the newest version of its own shard, and one copy of it for each
+# other replica.
 SHARD = "own shard"
 SHARD_ANSWERS = "own shard for the others"
-# Names of the terms of the pool that are always in host memory.
+# These terms of the pool are always in host memory.
 OFFLOADED_VERSIONS = "offloaded weight versions"
 OFFLOADED_ACTIVATIONS = "offloaded activations"
-# Terms of torch's own memory.
+# The names of the terms that torch allocates.
 MODEL = "model as given"
 STASH = "stashed activations"
 GRADIENTS = "parameter gradients"
@@ -84,9 +85,9 @@ TORCH_OPTIMIZER_STATE = "optimizer state of torch"
 SHARD_STEP = "step for another replica"
 EVALUATION = "evaluation"
 
-_NUM_RELEASED_LATE = 1  # items that a neighbour has used, but whose memory has not come back to the sender
+_NUM_RELEASED_LATE = 1  # items that the receiver has used but whose memory the sender has not freed yet
 _NO_LIMIT = 1 << 60
-_PERIOD_MAX = 1 << 12  # microbatches that _num_within_rounds() looks at
+_PERIOD_MAX = 1 << 12  # the most microbatches that _num_within_rounds() looks at
 _GENERATOR_BYTES = 8192  # state of torch's generators, which a recompute needs
 
 Terms = dict[str, int]
@@ -94,32 +95,34 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True)
 class PushedFactors:
-    """Sizes of a stage's gradients at one replica if they are pushed as factors."""
+    """Sizes of a stage's gradients at one replica if some are pushed as factors. A round is the minibatches
+    of one update."""
 
     weight_bytes: int = 0
     """Bytes of the weights that are pushed as factors. No backward makes their gradients."""
     factor_bytes: int = 0
     """The most bytes of factors in one round."""
     step_bytes: int = 0
-    """Bytes of the gradients that exist at once in an update, and of the stacked factors from which the
-    update computes a gradient."""
+    """Bytes of the gradients that an update computes from factors and holds at once, and of the stacked
+    factors of one of them."""
 
 
 @dataclass(frozen=True)
 class PushedGradients:
-    """Sizes of the memory that a replica needs, besides the gradients, to exchange them with its stage's
-    shards.
+    """Sizes of the memory that a replica needs, in addition to its gradients, to push them to its stage's
+    shards. A round is the minibatches of one update.
     """
 
     slot_bytes: int = 0
-    """Bytes of a push slot: the copies that one round makes of gradients that share a chunk, and flags."""
+    """Bytes of a push slot, which serves one round. It has copies of the small gradients that are sent
+    together in a chunk, and flags that say which gradients exist."""
     dense_bytes: int = 0
-    """Bytes of the dense copies that one round makes of sparse gradients."""
+    """Bytes of the dense copies of sparse gradients in one round."""
     mean_bytes: int = 0
-    """Bytes of the mean gradients that exist at once in an update, in separate memory."""
+    """Bytes of the gradients' means over the replicas that an update holds at once."""
     num_rounds: int = 1
-    """Number of rounds whose gradients may be in memory at once: the round that is accumulated, and earlier
-    rounds whose gradients wait or have not been sent."""
+    """Number of rounds whose gradients may be in memory at once: the round whose backwards run, and earlier
+    rounds whose gradients have not been sent."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +134,10 @@ class StageBytes:
     tied: Mapping[int, int] = field(default_factory=dict)
     """One version of the parameters that the stage shares with other stages, by the stage that owns them."""
     state_slot: int = 0
-    """A slot of the pool with one state tensor of the optimizer for each parameter."""
+    """One slot of optimizer state in the pool. A slot has one state tensor per parameter, such as the
+    momentum."""
     num_states: int = 0
-    """The number of such slots."""
+    """The number of slots of optimizer state, such as 2 for Adam."""
     masters: int = 0
     """The optimizer's masters that lie in the pool."""
     averages: int = 0
@@ -148,9 +152,9 @@ class StageBytes:
     """One version of the replica's own shard, if shards are asynchronous."""
     served_step: int = 0
     """The memory that a step with another replica's gradient allocates and frees, if shards are asynchronous.
-    The compute thread's own step may run at the same time."""
+    It counts beside `step`, because both steps may run at the same time."""
     copy: int = 0
-    """Host memory into which the stage is copied for a checkpoint."""
+    """The host memory into which the stage is copied for a checkpoint."""
 
 
 class PoolTerm(NamedTuple):
@@ -160,7 +164,7 @@ class PoolTerm(NamedTuple):
     slot_bytes: int
     num_slots: int
     staging: bool = False
-    """Whether the slots are in host memory on any device."""
+    """Whether the slots are in host memory even if the worker computes on a GPU."""
 
     @property
     def num_bytes(self) -> int:
@@ -168,7 +172,7 @@ class PoolTerm(NamedTuple):
 
 
 def tied_term(owner: int) -> str:
-    """The name of a term with versions of the parameters that another stage owns."""
+    """Returns the name of the term for weight versions that another stage owns and this stage reads."""
     return f"{TIED_VERSIONS} from stage {owner}"
 
 
@@ -182,7 +186,7 @@ def optimizer_terms(stage: StageBytes) -> list[PoolTerm]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The figures from which one worker's terms are computed."""
+    """The figures from which one worker's memory terms are computed."""
 
     plan: Plan
     rank: int
@@ -193,13 +197,12 @@ class MemoryPlan:
     """The figures of the worker's stages."""
     model_bytes: int
     device_type: str = "cpu"
-    """The type of the worker's device, as torch names it."""
     offload: Mapping[int, Offload] = field(default_factory=dict)
     evaluation_bytes: int = 0
-    """Bytes of a forward of validation data, without its channels."""
+    """Bytes of an evaluation's forward, without its channels."""
 
     def pool_terms(self, stage: int) -> list[PoolTerm]:
-        """Returns the terms of the pool that belong to the stage."""
+        """Returns the stage's terms of the pool, without those of channels."""
         figures, pushes = self.stages[stage], self.pushes_of(stage)
         versions = _core.num_versions_kept(self.schedule, stage)
         terms: list[PoolTerm] = []
@@ -226,7 +229,7 @@ class MemoryPlan:
         return terms
 
     def terms(self) -> Terms:
-        """The predicted terms."""
+        """Returns the predicted bytes of every term, by the term's name."""
         terms: Terms = {}
         for channel in self.channels:
             terms |= channel_terms(channel, self.rank, self.device_type)
@@ -247,8 +250,8 @@ class MemoryPlan:
         return {name: num_bytes for name, num_bytes in terms.items() if num_bytes > 0}
 
     def counted_bytes(self) -> int:
-        """Returns the bytes to which a limit applies: all terms on the host, or on a GPU the terms in the
-        GPU's memory.
+        """Returns the bytes that count towards a limit. They are the bytes in the GPU's memory if the worker
+        computes on a GPU, otherwise all bytes.
         """
         return sum(self.counted_terms().values())
 
@@ -259,16 +262,17 @@ class MemoryPlan:
         return self.stages[stage].pushes or PushedGradients()
 
     def offloads_versions(self, stage: int) -> bool:
-        """Whether the stage's weight versions are offloaded: this was asked for and saves memory."""
+        """Whether the stage's weight versions are offloaded. They are if offloading is on and saves
+        memory."""
         versions = _core.num_versions_kept(self.schedule, stage)
-        # Replicas write their shards into each other's slots, so these slots must stay in place and cannot be
-        # offloaded.
+        # Replicas write shards into each other's weight slots. So the slots of a replicated stage must stay
+        # in place.
         asked = self.offload.get(stage, Offload()).versions and self.plan.stages[stage].num_replicas == 1
         return asked and num_resident_versions(versions) < versions and self.stages[stage].weights > 0
 
     def offloads_activations(self, stage: int) -> bool:
-        """Whether the stage's activations are offloaded: this was asked for, and there are activations to
-        move. A stage that recomputes has none."""
+        """Whether the stage's activations are offloaded. They are if offloading is on and there are
+        activations to move. A stage that recomputes has none."""
         asked = self.offload.get(stage, Offload()).activations
         homes = num_activation_homes(self.schedule, stage)
         return asked and not self._recomputes(stage) and homes * self.footprints[stage].offloadable_bytes > 0
@@ -280,7 +284,7 @@ class MemoryPlan:
         return replace(self, schedule=self.schedule.with_recompute(list(recompute)))
 
     def _torch_terms(self) -> Terms:
-        """Returns the terms that the stages' forwards and backwards need in addition to the pool."""
+        """Returns the terms for the tensors that torch allocates in forwards, backwards and updates."""
         stash = transient = gradients = 0
         for stage in self.plan.stages_of(self.rank):
             footprint, figures = self.footprints[stage], self.stages[stage]
@@ -290,13 +294,13 @@ class MemoryPlan:
                 kept = _GENERATOR_BYTES
                 extra = footprint.input_bytes + footprint.stash_bytes
             elif self.offloads_activations(stage):
-                # The activations of two microbatches are on the device: the one whose backward is next, and
-                # one that is being copied to or from the host.
+                # Two microbatches have activations on the device: the microbatch whose backward is next, and
+                # one whose activations are being copied to or from the host.
                 kept = max(footprint.stash_bytes - footprint.offloadable_bytes, 0)
                 stash += 2 * footprint.offloadable_bytes
             saves = self._recomputes(stage) or self.offloads_activations(stage)
             if saves and stage + 1 < self.plan.num_stages:
-                # Outputs that wait to be sent. Without recompute and offloading the stash contains them.
+                # Outputs may wait to be sent. Without recompute and offloading they are part of the stash.
                 stash += (in_flight + _NUM_RELEASED_LATE) * footprint.output_bytes
             # A microbatch of the data is a view of its minibatch, so the whole minibatch stays in memory.
             m, replicas = self.schedule.num_microbatches, self.plan.stages[stage].num_replicas
@@ -305,7 +309,7 @@ class MemoryPlan:
                 stash += in_flight * kept + num_of_data * footprint.input_bytes
             else:
                 stash += self._kept_beside_gradients(stage, kept) + num_of_data * footprint.target_bytes
-            # Gradients of tied parameters on their way to the owner, as many as the channel may hold.
+            # Gradients of tied parameters wait to be sent to the owner, one set per minibatch in flight.
             stash += sum(figures.tied.values()) * (self.schedule.in_flight[0] + 1)
             factors, pushes = figures.factors, self.pushes_of(stage)
             step_bytes = figures.step + factors.step_bytes + pushes.mean_bytes
@@ -314,21 +318,21 @@ class MemoryPlan:
             of_round = footprint.gradient_bytes - fewer_bytes + pushes.dense_bytes
             num_rounds = pushes.num_rounds
             if factors.weight_bytes > 0 or (figures.pushes is None and self._is_replicated(stage)):
-                num_rounds += 1  # items of factors, or buckets that are reduced, may still wait
+                num_rounds += 1  # the gradients of the round before may still wait to be sent or all-reduced
             gradients += num_rounds * of_round
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
 
     def _kept_beside_gradients(self, stage: int, kept: int) -> int:
-        """Returns the most bytes that a stage keeps for its microbatches in flight: stashes, and gradients
-        that wait until the stage upstream has slots for them.
+        """Returns the most bytes that a stage keeps for its microbatches in flight. A microbatch has a stash
+        before its backward. After it, its input's gradient waits until the stage upstream has a free slot.
 
-        stage: not the first. kept: bytes of one microbatch before its backward.
+        stage: not the first. kept: bytes of one microbatch's stash.
         """
         footprint = self.footprints[stage]
         gradient_bytes = footprint.input_bytes - footprint.target_bytes
-        # A microbatch has a stash here, or a gradient that waits. In both cases it is still in flight
-        # upstream, so the two numbers add up to at most `upstream`. The bytes are linear in the number of
-        # stashes, so they are largest with the fewest or with the most stashes.
+        # A microbatch with a stash or a waiting gradient is still in flight upstream. So stashes and
+        # gradients are at most `upstream` together. The sum of their bytes is largest with no stash or with
+        # the most stashes, because it is linear in the number of stashes.
         upstream = num_in_flight_upstream(self.schedule, stage)
         here_max = _core.num_microbatches_in_flight(self.schedule, stage)
         return _NUM_RELEASED_LATE * gradient_bytes + max(
@@ -342,7 +346,7 @@ class MemoryPlan:
         return bool(self.schedule.recompute) and self.schedule.recompute[stage]
 
     def _lies_apart(self, name: str) -> bool:
-        """Whether the term lies in host memory although the device has memory of its own."""
+        """Whether the worker computes on a GPU, but the term lies in host memory."""
         if self.device_type == "cpu":
             return False
         on_host = {channel.name for channel in self.channels if not channel.on_device}
@@ -351,18 +355,19 @@ class MemoryPlan:
 
 
 def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Returns how many microbatches can be offloaded at once: all in flight except the one whose backward is
-    next."""
+    """Returns how many microbatches' activations can be offloaded at once. All microbatches in flight count,
+    except the one whose backward is next."""
     return _core.num_microbatches_in_flight(schedule, stage) - 1
 
 
 def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Returns how many microbatches of one replica of this stage may be in flight upstream at once, over all
-    replicas upstream.
+    """Returns how many microbatches of one replica of this stage may be in flight at the stage upstream, over
+    all its replicas.
 
-    The result is the smaller of two bounds: the microbatches that the links from these replicas may have in
-    flight, and _num_within_rounds(). It holds for every order of work, even if a link is slow for gradients
-    and fast for activations. stage: not the first.
+    The result is the smaller of two bounds: the microbatches that the edges from the stage upstream may have
+    in flight, and _num_within_rounds(). It holds even if a link is slow for gradients and fast for
+    activations.
+    stage: not the first.
     """
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
     stride = math.lcm(upstream, here)
@@ -371,15 +376,15 @@ def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
 
 
 def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Returns a bound on the microbatches in flight, from the versions that replicas upstream read.
+    """Returns a bound on the microbatches in flight, from the weight versions that the stage upstream reads.
 
-    A version contains the gradients of all rounds before it, from every replica. So microbatches of those
-    rounds are no longer in flight.
+    A version contains the gradients of all earlier rounds, from every replica. So if a replica upstream reads
+    a version, no microbatch of those rounds is in flight any more. Returns _NO_LIMIT if this gives no bound.
     """
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
     m = schedule.num_microbatches
     per_round = _core.rounds_of(schedule, stage - 1).minibatches_per_round * m
-    # The bound is the same in every period long after the start, so one period is enough.
+    # Long after the start every period gives the same bound, so the code looks at one period.
     per_body = minibatches_per_body(schedule) * m
     period = math.lcm(per_round, here, schedule.placement.num_replicas(0), per_body)
     is_shared = upstream > 1 and not schedule.asynchronous and not schedule.uses_allreduce
@@ -398,12 +403,12 @@ def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
 def choose_savings(
     memory: MemoryPlan, recompute: Sequence[bool] | None, limit_bytes: int | None
 ) -> MemoryPlan:
-    """Returns the plan with the savings that its worker needs to fit into the limit. First recompute is
-    turned on (unless `recompute` is given), then weight versions are offloaded, then activations. Each of the
-    three is done stage by stage, first where it saves most, until the worker fits.
+    """Returns the plan with the savings that its worker needs to fit into the limit.
 
-    Other workers need not know which savings this worker uses. Raises ValueError, which lists the terms, if
-    the worker does not fit even with all savings.
+    There are three savings, in this order: recompute (unless `recompute` is given), offloaded weight
+    versions, offloaded activations. Each is turned on stage by stage until the worker fits, first at the
+    stage where it saves most. Other workers need not know of these savings. Raises ValueError, which lists
+    the terms, if the worker does not fit even with all savings.
     """
     memory = memory.with_recompute(recompute or (False,) * memory.plan.num_stages)
     if limit_bytes is None:
@@ -443,7 +448,7 @@ def _more_offloaded(part: str, memory: MemoryPlan) -> Iterator[MemoryPlan]:
 
 
 def _without_needless(memory: MemoryPlan, limit_bytes: int) -> MemoryPlan:
-    """Turns recompute off again at stages where it is no longer needed, now that tensors are offloaded."""
+    """Turns recompute off at stages where it is not needed, because offloading has saved enough."""
     for stage in memory.plan.stages_of(memory.rank):
         without = _with_recompute_at(memory, stage, False)
         if without.counted_bytes() <= limit_bytes:
@@ -470,7 +475,7 @@ def _does_not_fit(memory: MemoryPlan, limit_bytes: int) -> str:
 
 
 def list_terms(terms: Mapping[str, int]) -> str:
-    """Lists the terms for an error, the largest first."""
+    """Returns the terms as one line for an error, the largest first."""
     return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in _largest_first(terms))
 
 
@@ -498,8 +503,8 @@ def _bytes_or_blank(num_bytes: int | None) -> str:
 
 
 def channel_terms(channel: RunChannel, rank: int, device_type: str) -> Terms:
-    """Returns the memory that a rank needs for a channel. On the host, tensors that are not encoded are sent
-    and received without a staging buffer. On a GPU, tensors are encoded in the GPU's memory."""
+    """Returns the memory terms that a rank needs for a channel. Staging buffers are counted only if tensors
+    are encoded. On a GPU, tensors are encoded in the GPU's memory."""
     if rank not in (channel.sender, channel.receiver):
         return {}
     item_bytes, wire_bytes, residual_bytes, encodes = _core.channel_bytes(channel.tensors, channel.codec)
@@ -518,8 +523,8 @@ def channel_terms(channel: RunChannel, rank: int, device_type: str) -> Terms:
 
 
 def model_bytes(stages: Sequence[StageModule]) -> int:
-    """Returns the bytes of the stages' parameters and buffers, each tensor once. If a stage reads tensors of
-    other stages, the stand-ins for these are counted as well."""
+    """Returns the bytes of the stages' parameters and buffers, each tensor once. They include the stand-ins
+    for tensors of other stages that a stage reads."""
     tensors: list[Tensor] = []
     for stage in stages:
         tensors += [tensor for _, tensor in (*stage.trainable_parameters(), *stage.frozen_parameters())]

@@ -1,16 +1,18 @@
-"""Offloads stashed weight versions and activations: they wait in pinned host memory and are copied back
-before they are needed.
+"""Offloads stashed weight versions and activations. They wait in pinned host memory, each in a place called
+its home, and are copied back before they are needed.
 
-    stage 0 of 4, activations    on the device                       on the host
-    FORWARD 0                    0: its backward is next
-    FORWARD 1, then 2, then 3    0, and the one that is forwarded    1 2 3
-    BACKWARD 0                   0, and 1 comes back                 2 3
-    FORWARD 4                    1, and 4 goes as it is made         2 3 4
+    stage 0 of 4, by microbatch     activations on the device           activations on the host
+    FORWARD 0                       0, whose backward is next
+    FORWARD 1, then 2, then 3       0, and the one that runs            1 2 3
+    BACKWARD 0                      0, and 1 is copied back             2 3
+    FORWARD 4                       1, and 4 until it is copied out     2 3 4
 
 The backwards of a stage come in the order of its forwards, so it is always known which tensors are needed
-next. At most two microbatches and three versions are on the device (resident_versions.py has the versions).
-A graph does not keep a version alive: the hooks for saved tensors replace a view of a weight slot by a note,
-which names the version and the view's place in it. Parameters tied across stages stay on the device.
+next. At most two microbatches and three weight versions are on the device (resident_versions.py has the
+versions). Parameters tied across stages stay on the device.
+
+Hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks) keep autograd's graph from holding device
+memory. For a view of a weight slot, the graph holds only the version's number and the view's place in it.
 
 Device memory is freed only after the compute stream has been made to wait for the copy out of it
 (copy_streams.py). The next user of the memory is later in that stream, so no allocator has to check whether
@@ -20,8 +22,8 @@ Offloading does not work for layers that use torch.func inside, because torch.fu
 does it work for a torch.autograd.Function that keeps views of a weight outside save_for_backward.
 
 $PIPEDREAM_OFFLOAD ("activations", "versions" or both, with a comma) turns offloading on wherever it is
-possible. Without it, run(memory=...) turns offloading on where a stage would not fit. Owned by the worker's
-compute thread; autograd's threads call the hooks that a graph holds.
+possible. Without it, run(memory=...) turns offloading on where a stage would not fit. The worker's compute
+thread owns all objects; autograd's threads call the hooks that a graph holds.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ SMALL_BYTES = 64 << 10
 """Saved tensors with fewer bytes stay on the device, because a copy would cost more than it saves."""
 
 _VARIABLE = "PIPEDREAM_OFFLOAD"
-_ALIGNMENT = 64  # bytes, of the tensors in a microbatch's host memory; torch aligns its own so, too
+_ALIGNMENT = 64  # bytes; tensors in a microbatch's host memory begin at multiples of it, as in torch
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class _Geometry(NamedTuple):
         return cls(tensor.dtype, offset, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
     def view(self, flat: Tensor) -> Tensor:
-        """Returns the tensor as a view of `flat`, which begins with the bytes of the tensor's storage."""
+        """Returns the tensor as a view of `flat`, which contains the bytes of the tensor's storage."""
         whole = flat[: flat.numel() - flat.numel() % self.dtype.itemsize].view(self.dtype)
         tensor = whole.as_strided(self.size, self.stride, self.offset)
         tensor = tensor.conj() if self.is_conj else tensor
@@ -104,12 +106,12 @@ class _Kept:
 
     tensor: Tensor
     version: int
-    """The tensor's version counter when autograd saved the tensor. Offloading must check it, because autograd
-    does not check tensors saved by hooks."""
+    """Torch's version counter of the tensor when autograd saved it. unpack() checks it, because autograd does
+    not check tensors that hooks have saved."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Kept:
-        return cls(tensor.detach(), tensor._version)  # detached, or the graph would hold itself
+        return cls(tensor.detach(), tensor._version)  # without detach() the graph would hold itself
 
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
@@ -118,7 +120,8 @@ class _Kept:
 
 
 class _Memory:
-    """One storage that a microbatch saves. It is on the device, at its home in host memory, or at both."""
+    """A storage that a microbatch's graph saves. Its bytes are on the device, at home in host memory, or
+    both."""
 
     def __init__(self, source: Tensor, home: Tensor) -> None:
         self._source: Tensor | None = source
@@ -131,7 +134,8 @@ class _Memory:
         """The bytes on the device; None while they are only at home."""
 
     def close(self) -> None:
-        """Notes at the end of the forward whether a layer has changed the content after it was saved."""
+        """Notes whether a layer has changed the content after it was saved. Call it at the end of the
+        forward."""
         assert self._source is not None
         self._is_modified = self._source._version != self._version
         self._source = None
@@ -150,14 +154,14 @@ class _HomeSlot:
 
     content: Tensor
     last_read: Any = None
-    """The last copy from this memory. It must be done before the memory is written again."""
+    """The last copy back to the device. It must be done before this memory is written again."""
 
 
 class SavedTensors:
-    """The tensors that the graph of one microbatch saves. Run its forward inside `with`.
+    """The tensors that the graph of one microbatch saves. Run the microbatch's forward inside `with`.
 
-    Then call prefetch() while the work just before the microbatch's backward runs, and arrive() before the
-    backward.
+    Call prefetch() before the backward of the microbatch before this one, and arrive() before this
+    microbatch's backward.
     """
 
     def __init__(self, stage: StageOffload, slot: _HomeSlot | None, kept: Iterable[Tensor]) -> None:
@@ -166,15 +170,13 @@ class SavedTensors:
         self._kept_memory = {memory_of(tensor) for tensor in kept}
         self._used_bytes = 0
         self._memories: dict[tuple[int, int], _Memory] = {}
-        # Weak references, so that memory is freed when the graph drops it. It is then not copied back.
+        # The references are weak, so that memory which the graph drops is freed and not copied back.
         self._away: list[weakref.ref[_Memory]] = []
         self._come_in: list[Any] = []
         self._hooks: Any = None
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Leaves the memory of these tensors on the device. Use it for tensors that have other users besides
-        the graph.
-        """
+        """Leaves these tensors on the device, because not only the graph uses them."""
         self._kept_memory |= {memory_of(tensor) for tensor in tensors}
 
     @property
@@ -187,7 +189,7 @@ class SavedTensors:
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
-        self._hooks = None  # the hooks hold this object
+        self._hooks = None  # breaks a cycle, because the hooks hold this object
         memories = list(self._memories.values())
         self._memories = {}
         for memory in memories:
@@ -213,16 +215,17 @@ class SavedTensors:
 
     def arrive(self) -> None:
         self.prefetch()
-        self._stage.copies.wait(*self._come_in[-1:])  # the copies are in one stream
+        self._stage.copies.wait(*self._come_in[-1:])  # one stream has all copies, so the last one ends last
         self._come_in = []
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Returns a function that gives the tensor back to the backward."""
+        """Saves the tensor for the backward. Returns a function that returns the tensor."""
         if not _is_plain(tensor, self._stage.device):
             return _Kept.of(tensor).unpack
         place, versions = _Geometry.of(tensor), self._stage.versions
         version = None if versions is None else versions.version_at(memory_of(tensor))
-        if versions is not None and version is not None:  # which may be at its home then
+        if versions is not None and version is not None:
+            # At the backward the version may lie in another device slot than now.
             return lambda: place.view(versions.device_slot(version))
         memory = self._memory_for(tensor)
         return _Kept.of(tensor).unpack if memory is None else lambda: place.view(memory.content())
@@ -238,7 +241,7 @@ class SavedTensors:
         if memory is None:
             num_bytes = tensor.untyped_storage().nbytes()
             begin, end = self._used_bytes, self._used_bytes + num_bytes
-            if end > self._slot.content.numel():  # more than the rehearsal saw
+            if end > self._slot.content.numel():  # the forward saves more bytes than the rehearsal measured
                 return None
             self._used_bytes = _aligned(end)
             memory = _Memory(tensor.detach(), self._slot.content[begin:end])
@@ -260,8 +263,9 @@ class StageOffload:
         versions: ResidentVersions | None,
         kept: Iterable[Tensor],
     ) -> None:
-        """homes: flat host memory, one piece per offloaded microbatch. If empty, activations stay on the
-        device. kept: tensors that live as long as the stage."""
+        """homes: flat host memory, one tensor per microbatch that may be offloaded at once; empty leaves
+        activations on the device. kept: tensors that stay on the device, because they live as long as the
+        stage."""
         self.device = device
         self.copies = copies
         self.versions = versions
@@ -269,24 +273,27 @@ class StageOffload:
         self._num_homes = len(homes)
         self._free = [_HomeSlot(home) for home in homes]
         self.leaving: list[_Memory] = []
-        """Memory of the microbatch whose forward ran last. Its copy to the host may not be done."""
+        """The memory of the microbatch whose forward ran last. Its copies to the host may still run."""
 
     def names(self) -> list[str]:
         return Offload(self.versions is not None, self._num_homes > 0).names()
 
     def forward(self, kept: Iterable[Tensor], *, is_next: bool) -> SavedTensors | None:
-        """Returns the hooks for a microbatch's forward, or None if its graph may hold all tensors directly.
-        is_next: whether this microbatch's backward is the stage's next one, so that its tensors stay. kept:
-        tensors that have other users besides the graph."""
+        """Returns the object inside which a microbatch's forward runs, or None if its graph may hold all
+        tensors directly.
+
+        is_next: whether this microbatch's backward is the stage's next one, so that its tensors stay on the
+        device. kept: tensors that stay on the device, because not only the graph uses them."""
         self.settle()
         slot = None if is_next or not self._free else self._free.pop()
         return None if slot is None and self.versions is None else SavedTensors(self, slot, kept)
 
     def settle(self) -> None:
-        """Makes the compute stream wait until the tensors of the previous microbatch are in host memory, and
+        """Makes the compute stream wait until the previous microbatch's tensors are in host memory. Then it
         frees their device memory. Call it before the next work on the device."""
         leaving, self.leaving = self.leaving, []
-        self.copies.wait(*(memory.gone_out for memory in leaving[-1:]))  # one stream: the last copy ends last
+        # All copies are in one stream, so the last one ends last.
+        self.copies.wait(*(memory.gone_out for memory in leaving[-1:]))
         for memory in leaving:
             memory.flat = None
 
@@ -320,9 +327,10 @@ class _Root(torch.autograd.Function):
 @contextlib.contextmanager
 def measure_offloadable(kept: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
     """Measures the forward that runs in the with block. Yields a function that returns how many bytes
-    offloading would have moved."""
+    offloading would have moved. kept: tensors that would stay on the device."""
     kept_memory = {memory_of(tensor) for tensor in kept}
-    held: dict[tuple[int, int], Tensor] = {}  # kept alive, so that no two have the same address
+    # The tensors must stay alive, because memory that is freed and used again would have the same key.
+    held: dict[tuple[int, int], Tensor] = {}
 
     def pack(tensor: Tensor) -> _Kept:
         packed = _Kept.of(tensor)
@@ -338,7 +346,7 @@ def measure_offloadable(kept: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
 
 
 def _is_plain(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is an ordinary view of a storage on the device."""
+    """Whether the tensor is an ordinary strided tensor on the device, of no subclass."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -353,8 +361,8 @@ def _is_movable(tensor: Tensor, kept_memory: set[int]) -> bool:
 
 
 def _content_of(tensor: Tensor) -> tuple[int, int]:
-    """Returns a key for a tensor's storage and its content. Two live tensors have equal keys only if they
-    have the same storage and the same content."""
+    """Returns a key that is equal for two live tensors only if they have the same storage with the same
+    content."""
     return tensor.untyped_storage()._cdata, tensor._version
 
 

@@ -1,7 +1,5 @@
-"""Predicts the size of the state that optimizers keep, and of the tensors that a step allocates and frees. To
-find out, it makes steps on stand-ins for the parameters.
-
-Pure; any thread.
+"""Predicts the bytes of an optimizer's state, and the bytes that a step allocates and frees. To find out, it
+makes steps on small or empty stand-ins for the parameters. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -22,22 +20,20 @@ from pipedream.optim.master_weights import master_dtype, unwrapped
 
 __all__ = ["native_step_bytes", "predict_state_bytes", "predict_step_bytes", "sparse_bytes"]
 
-# Sizes of the stand-ins. If a dimension of the state has one of these sizes, it is taken for a dimension of
-# the parameter.
+# The dimensions of the stand-ins: a parameter of two dimensions gets one of shape (2, 3). If a dimension of
+# the state is 2, it is taken for the parameter's first dimension, and so on.
 _PROBE_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
 def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Predicts the bytes of a torch optimizer's state, by one step on tiny parameters that replace the real
-    ones.
-    """
+    """Predicts the bytes of a torch optimizer's state, by one step on tiny stand-ins for the parameters."""
     if optimizer is None:
         return 0
     probe, tiny_of = _probe_of(optimizer, _tiny_like)
     try:
         with generators_kept():
             _torch_class_of(optimizer).step(probe)
-    except Exception:  # a step that needs more than parameters and gradients
+    except Exception:  # the step needs more than parameters and gradients, so the state is guessed
         num_tensors = 3 if isinstance(optimizer, MasterWeights) else 2
         return num_tensors * sum(_sizes_in_step(optimizer))
     total = 0
@@ -52,38 +48,39 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     return total
 
 
-# Number of temporary tensors, as large as the largest parameter, that is assumed if a step cannot be tried.
-# Rprop makes three, and so does Adam with amsgrad and weight decay.
+# If a step cannot be tried, it is assumed to make three temporary tensors, each as large as the largest
+# parameter. Rprop makes three, and so does Adam with amsgrad and weight decay.
 _NUM_TEMPORARIES_GUESSED = 3
 
 
-# A step number that is high enough for every kind of computation in a step. For example, RAdam rectifies only
-# from its sixth step on, or later.
+# Some optimizers compute more in later steps: RAdam rectifies from its sixth step on, or later. At this
+# number every optimizer does all of its computations.
 _LATE_STEP = 10_000
 
 
 def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str) -> int:
     """Returns the most bytes that a torch optimizer allocates and frees in a step. To find out, it makes
-    steps on parameters of the same shapes, but without memory. It uses all parameters if a step processes all
-    at once, else a few."""
+    steps on "meta" parameters, which have the real shapes but no memory. All parameters take part if a step
+    processes all at once (foreach), otherwise as few as possible."""
     if optimizer is None:
         return 0
     probe, _ = _probe_of(optimizer, _meta_like)
     for group in probe.param_groups:
-        if group.get("fused"):  # meta has no fused step; a fused one works in place and takes less
+        if group.get("fused"):  # meta tensors have no fused step, which takes less memory than this step
             group |= {"fused": False, "foreach": False}
         elif group.get("foreach", False) is None and device_type == "cuda":
-            group["foreach"] = True  # what torch chooses there
-        if not group.get("foreach") and not isinstance(optimizer, MasterWeights):  # it widens all at once
+            group["foreach"] = True  # on CUDA torch chooses foreach by itself
+        # MasterWeights widens all gradients at once, so it needs all parameters.
+        if not group.get("foreach") and not isinstance(optimizer, MasterWeights):
             group["params"] = _each_shape_behind_each(group["params"])
     meter = StepMeter(make_meter(torch.device("meta")))
     try:
-        for step_index in range(3):  # the first makes the state
+        for step_index in range(3):  # the first step makes the state, the third counts as a late step
             if step_index == 2 and not _advance_to(_LATE_STEP, probe):
                 break
             with meter.step(), generators_kept():
                 _torch_class_of(optimizer).step(probe)
-    except Exception:  # also if a step reads values, which meta tensors do not have
+    except Exception:  # for example if the step reads values, which meta tensors do not have
         sizes = _sizes_in_step(optimizer)
         at_once = any(group.get("foreach") for group in probe.param_groups)
         widened = sum(sizes) if isinstance(optimizer, MasterWeights) else 0  # widened gradients
@@ -93,16 +90,16 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
 
 
 def _sizes_in_step(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Bytes of each parameter in the dtype that a step computes in."""
+    """Returns the bytes of each parameter, in the dtype that a step computes in."""
     has_masters = isinstance(optimizer, MasterWeights)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [p.numel() * (master_dtype(p.dtype) if has_masters else p.dtype).itemsize for p in parameters]
 
 
 def _each_shape_behind_each(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns some of the parameters. Each pair of neighbouring shapes that occurs among all parameters
-    occurs among these. Pairs matter, because a step may still hold the previous parameter's temporary
-    tensors, as Adam's does."""
+    """Returns as few parameters as possible, but with every pair of neighbouring shapes that occurs among all
+    parameters. Pairs matter, because a step may still hold the previous parameter's temporary tensors, as
+    Adam's does."""
     kept: list[nn.Parameter] = []
     shapes = [(p.shape, p.stride(), p.dtype) for p in parameters]
     pairs, last = set(), None
@@ -118,7 +115,7 @@ def _each_shape_behind_each(parameters: Sequence[nn.Parameter]) -> list[nn.Param
 
 
 def _advance_to(step: int, optimizer: torch.optim.Optimizer) -> bool:
-    """Sets the number of the optimizer's last step. Returns whether its steps are numbered."""
+    """Sets the optimizer's step count to `step`. Returns whether the optimizer counts its steps."""
     numbered = [state for state in optimizer.state.values() if "step" in state]
     for state in numbered:
         if isinstance(state["step"], Tensor):
@@ -129,13 +126,13 @@ def _advance_to(step: int, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def native_step_bytes(stage: StageModule, num_parameters: int) -> int:
-    """Returns the bytes that a step of a native optimizer needs: a step count per parameter, and sparse
-    gradients made dense."""
+    """Returns the bytes that a step of a native optimizer needs: a step count per parameter, and dense copies
+    of sparse gradients."""
     return 8 * num_parameters + sparse_bytes(stage) + SCALARS_BYTES
 
 
 def sparse_bytes(stage: StageModule) -> int:
-    """Returns the bytes of sparse gradients, made dense."""
+    """Returns the bytes of dense copies of the stage's sparse gradients."""
     sparse = [
         parameter
         for module in stage.modules()
@@ -148,8 +145,8 @@ def sparse_bytes(stage: StageModule) -> int:
 def _probe_of(
     optimizer: torch.optim.Optimizer, replace_by: Callable[[Tensor], nn.Parameter]
 ) -> tuple[torch.optim.Optimizer, dict[int, nn.Parameter]]:
-    """Returns a copy of the optimizer with other parameters and no state, and a dict: id of an original
-    parameter -> the parameter that replaces it."""
+    """Returns a copy of the optimizer with stand-ins as parameters and without state. Also returns the
+    stand-ins, by the id of the parameter that each one replaces."""
     probe = copy.copy(optimizer)
     probe.state = defaultdict(dict)
     replaced: dict[int, nn.Parameter] = {}
@@ -168,9 +165,8 @@ def _meta_like(parameter: Tensor) -> nn.Parameter:
 
 
 def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Returns the optimizer's class, or its nearest base class from torch or pipedream. The step() of a
-    user's class is not tried, because it may have other effects. Raises TypeError for MasterWeights around a
-    user's class."""
+    """Returns the optimizer's nearest class that is torch's or pipedream's. The step() of a user's class is
+    not tried, because it may have other effects. Raises TypeError for MasterWeights around a user's class."""
     ours = ("torch.optim.", "pipedream.optim.")
     if not f"{type(unwrapped(optimizer)).__module__}.".startswith(ours) and isinstance(
         optimizer, MasterWeights

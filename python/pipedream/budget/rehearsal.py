@@ -1,4 +1,4 @@
-"""In a rehearsal each worker runs its own stages once, on its own device, on the first microbatch of
+"""Rehearses the training: each worker runs its own stages once, on its own device, on the first microbatch of
 minibatch 0. The rehearsal shows which values cross the cuts (Boundary), and how much memory the stages need
 in addition to the pool (Footprint).
 
@@ -6,25 +6,18 @@ in addition to the pool (Footprint).
     worker of stage 1                     `-> forward --value--.    backward
     worker of stage 2                                           `-> forward, loss    backward
 
-- A layer runs only in the process that trains it, and as it will train: on that worker's device, under the
-  autocast lists of that device, with rank 0's initial weights and buffers.
-- A stage sends the boundary downstream as JSON, and then the real values of its tensors, whatever their
-  dtype. Made-up values could fail: integers may be indices, masks select elements, and a loss may refuse
-  numbers that are no probabilities. On a GPU one index out of range makes the device unusable.
+- A stage sends the boundary downstream as JSON, then the real values of its tensors. Made-up values could
+  fail: integers may be indices, and a loss may refuse numbers that are no probabilities.
 - A stage sends before its backward, so the next stage does not wait for the backward.
-- The first stage reads the inputs and the last stage the targets, each from its own stream. The stream gives
-  the minibatch to the training again.
-- A worker learns the boundaries at both sides of its stages, and the footprints of its stages. It needs
-  nothing else, so no process collects results from all workers.
 - A worker runs its stages in ascending order. Each stage waits only for lower stages, so there is no
-  deadlock. Between two stages of one worker a value stays in memory.
-- Afterwards generators, buffers, gradients, flags and counters of layers are as they were. A copy of the loss
-  is used.
+  deadlock.
+- Afterwards random generators, buffers, gradients, flags and counters of layers are as they were. The loss
+  function is a copy. The training reads the same minibatch again.
 
 A layer that fails raises PipelineError, which names stage and rank. A value that cannot cross a cut raises
-ValueError, which names the stage and the place in the value. If the loss, the last stage or a backward fails,
-the rehearsal raises nothing: minibatch 0 fails in the same way, and its error says where. Owned by the
-worker's compute thread.
+ValueError, which names the stage and the place in the value. A failure of the last stage, the loss or a
+backward raises nothing here, because minibatch 0 will fail in the same way and name the place. The worker's
+compute thread owns all objects.
 """
 
 from __future__ import annotations
@@ -64,14 +57,14 @@ from pipedream.model.untouched import untouched
 
 __all__ = ["Handover", "Rehearsal", "foreign_draws", "gives_the_same_again"]
 
-# Number of recomputes that are tried if the forward draws from generators other than torch's. One recompute
-# may give the same output by chance, as with a layer that is dropped at random.
+# Number of recomputes that are tried if the forward draws from generators other than torch's. A single
+# recompute may give the same output by chance, for example if layers are dropped at random.
 _NUM_TRIES = 4
 
 
 class Handover:
-    """Sends values across the cuts and receives them. A cut has the number of the stage upstream of it. All
-    replicas rehearse. Each one gets the values of one replica upstream."""
+    """Sends values across the cuts and receives them. Cut 0 is between stages 0 and 1. All replicas rehearse;
+    each one receives from one replica of the stage upstream."""
 
     def __init__(
         self,
@@ -83,7 +76,7 @@ class Handover:
     ) -> None:
         """core: the core with the channels of channels.set_up_channels; None if one worker has all stages.
         replica: index of this worker among its stage's replicas. in_microbatches: whether the data yield
-        Microbatches, at a worker that reads data."""
+        Microbatches; only a worker that reads data knows it."""
         self._core = core
         self._placement = placement
         self._replica = replica
@@ -96,8 +89,8 @@ class Handover:
         return self._placement.num_stages
 
     def send(self, cut: int, boundary: Boundary, tensors: list[Tensor]) -> None:
-        """Sends copies of the tensors. The tensors may then change or be freed, because the rehearsal that
-        made them measures the memory that it holds."""
+        """Sends copies of the tensors. So the rehearsal may free the tensors themselves, whose memory it
+        measures."""
         if self._is_local(cut):
             self._in_hand[cut] = (boundary, [tensor.detach().clone() for tensor in tensors])
             return
@@ -135,22 +128,22 @@ class Rehearsal:
     device: torch.device
     _: KW_ONLY
     describe: Callable[[int], str] = "stage {}".format
-    """Function of a stage that returns this worker's name for errors."""
+    """Returns the name of a stage, and of this worker, for errors."""
     name: str = "the first minibatch"
-    """Name of the minibatch."""
+    """The minibatch's name for errors."""
     loss_fn: Callable[[Any, Any], Tensor] | None = None
-    """None rehearses forwards only."""
+    """The loss function; None rehearses forwards only."""
     autocast: torch.dtype | None = None
     repeats: bool = False
-    """Whether forward and backward run twice. With microbatches the second backward adds to existing
-    gradients, which takes other memory."""
+    """Whether forward and backward run twice, as for a minibatch of several microbatches. The second backward
+    adds to existing gradients, which may take more memory."""
     for_offload: bool = False
-    """Whether to measure how much of the stash could be offloaded, with one more forward."""
+    """Whether one more forward measures how much of the stash could be offloaded."""
     for_factors: Collection[int] = ()
-    """Stages for which to find the weights whose gradients are products of factors, with one more forward and
-    backward."""
+    """Stages where one more forward and backward finds the weights whose gradients are products of
+    factors."""
     for_recompute: Collection[int] = ()
-    """Stages for which to find out, with two more forwards, whether they may recompute."""
+    """Stages where two more forwards find out whether the stage may recompute."""
     boundaries: dict[int, Boundary] = field(default_factory=dict, init=False)
     """Boundaries by the stage upstream of the cut."""
     footprints: dict[int, Footprint] = field(default_factory=dict, init=False)
@@ -160,8 +153,8 @@ class Rehearsal:
         self.loss_fn = spare_loss(self.loss_fn)
 
     def run(self, stages: Sequence[StageModule], inputs: Any, targets: Any) -> None:
-        """Rehearses the stages: this worker's, ascending, on the device. inputs, targets: one microbatch's
-        inputs and targets, at workers that have the first or the last stage."""
+        """Rehearses this worker's stages. stages: in ascending order, on the device. inputs, targets: one
+        microbatch's; only workers with the first or the last stage need them."""
         for stage in stages:
             value = self._value_for(stage.stage_index, inputs)
             kept = untouched([stage], self.loss_fn if self._is_last(stage) else None)
@@ -171,8 +164,8 @@ class Rehearsal:
             torch.cuda.empty_cache()  # the pool comes from the device, not from torch's cache
 
     def _draws_of(self, stage: StageModule) -> contextlib.AbstractContextManager[None]:
-        """Makes stages on both sides of a cut draw the same numbers, so that code that branches on them takes
-        the same branch.
+        """Makes stages on both sides of a cut draw the same random numbers. So code that branches on such a
+        number takes the same branch in both stages.
         """
         is_cut = self.handover.num_stages > 1
         return drawing_alike(stage, self.device) if is_cut else contextlib.nullcontext()
@@ -181,7 +174,7 @@ class Rehearsal:
         return stage.stage_index == self.handover.num_stages - 1
 
     def _value_for(self, stage_index: int, inputs: Any) -> Any:
-        """Returns the input without the graph of the stages before, as a stage sees it in training."""
+        """Returns the stage's input without the graph of earlier stages, as in training."""
         if stage_index == 0:
             # A copy is needed, because a first layer that works in place would change the caller's data.
             return map_tensors(lambda tensor: tensor.detach().to(self.device, copy=True), inputs)
@@ -217,7 +210,8 @@ class Rehearsal:
         is_repeatable = index not in self.for_recompute or all(
             stage_rehearsal.is_repeatable() for _ in range(_NUM_TRIES if draws else 1)
         )
-        with self._located(index):  # after an error of the device there is no minibatch 0, which would tell
+        # An error of the device must be raised here, because afterwards no minibatch 0 can run and raise it.
+        with self._located(index):
             _wait_for(self.device)
         self.footprints[index] = replace(
             footprint,
@@ -246,7 +240,7 @@ class _StageRehearsal:
     ) -> None:
         self._stage = stage
         self._repeats = rehearsal.repeats
-        # Batch norms update running statistics once per minibatch, from all its microbatches.
+        # A batch norm updates its running statistics once per minibatch, from all microbatches.
         joins_statistics = rehearsal.repeats and not rehearsal.handover.in_microbatches
         self._statistics = MinibatchStatistics(stage) if joins_statistics else None
         self._value = value
@@ -256,10 +250,11 @@ class _StageRehearsal:
         self._loss_fn = rehearsal.loss_fn
         self._device = rehearsal.device
         self._calls = StageCalls(stage, self._loss_fn, self._device, rehearsal.autocast)
-        # A compiled forward would compile again, or fail to, under the meter's dispatch mode.
+        # A compiled forward would be compiled again under the meter's dispatch mode, or would fail.
         self._metered = not any(map(is_compiled, stage.modules()))
         parameters = self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
-        # The function must not hold self: the cycle would keep gradients until the garbage collector runs.
+        # The lambda must not hold self, because the cycle would keep gradients until the garbage collector
+        # runs.
         self._meter = WorkMeter(make_meter(self._device), lambda: storage_bytes([p.grad for p in parameters]))
         self.draws = SeenDraws()
         self.output: Any = None
@@ -267,7 +262,7 @@ class _StageRehearsal:
         self._output_bytes = 0
 
     def forward(self) -> None:
-        leaves = leaves_of(self._value)  # each microbatch has leaves of its own
+        leaves = leaves_of(self._value)  # each microbatch has its own leaves
         self._leaves = tensors_of(leaves)
         value = map_tensors(boundary_input, leaves)
         del leaves
@@ -298,8 +293,8 @@ class _StageRehearsal:
         return loss
 
     def _layers_seen(self) -> contextlib.AbstractContextManager[None]:
-        """Notes which layers draw random numbers, if the stage is a list of layers. For a traced model the
-        trace has shown this."""
+        """Notes which layers draw random numbers, if the model is a list of layers. The trace of a traced
+        model has shown this already."""
         if self._stage.traced_draws is not None:
             return contextlib.nullcontext()
         layer_indices = itertools.count(self._stage.first_layer)
@@ -340,8 +335,8 @@ class _StageRehearsal:
         )
 
     def offloadable_bytes(self) -> int:
-        """Runs a forward, and returns how many bytes could be offloaded. Returns 0 if the layers do not run
-        under the hooks."""
+        """Runs a forward, and returns how many bytes could be offloaded. Returns 0 if the forward fails under
+        the hooks."""
         value = leaves_of(self._value, copies=True)
         given = map_tensors(boundary_input, value)
         kept = [*tensors_of(value), *tensors_of(self._targets), *self._stage.parameters()]
@@ -352,7 +347,7 @@ class _StageRehearsal:
         return 0
 
     def is_repeatable(self) -> bool:
-        """Whether two forwards give the same output. Runs them without the meter."""
+        """Whether two forwards give the same output. The meter is off."""
 
         def run() -> Any:
             return self._run(map_tensors(boundary_input, leaves_of(self._value, copies=True)))
@@ -360,8 +355,8 @@ class _StageRehearsal:
         return gives_the_same_again(self._stage, self._device, run)
 
     def factor_rows(self) -> dict[str, int]:
-        """Runs a forward and a backward without the meter. Returns the number of factor rows of each
-        factorable weight; empty if the forward or the backward fails.
+        """Runs a forward and a backward without the meter. Returns Footprint.factor_rows; empty if the
+        forward or the backward fails.
         """
         named = self._stage.trainable_parameters()
         rows: dict[str, int] = {}
@@ -373,11 +368,10 @@ class _StageRehearsal:
         self._metered = False
         with contextlib.suppress(Exception), factored.installed():
             self.forward()
-            with factored.backward():  # layers with activation checkpointing run again in it
+            with factored.backward():  # layers with activation checkpointing run again in the backward
                 self._backward()
-            # Two kinds of weights are left out: a weight that also has another use, so that part of its
-            # gradient is in `grad`, and a weight without rows. The latter may get rows later, such as the
-            # weight of an expert that was not chosen.
+            # A weight that has another use, too, is left out, because part of its gradient is in `grad`. So
+            # is a weight without rows, such as that of an expert that no token has chosen.
             return {
                 name: rows[name] for name, parameter in named if rows.get(name) and parameter.grad is None
             }
@@ -385,8 +379,8 @@ class _StageRehearsal:
 
     def _backward(self) -> None:
         roots = [root for root in self._roots if root.requires_grad]
-        # In training, received gradients lie in the pool. So here they are replaced by tensors that are made
-        # before the meter is on. The backward of a loss starts with a gradient that torch makes.
+        # In training, received gradients lie in the pool. So their stand-ins are made before the meter is on.
+        # The backward of a loss needs none.
         seeds = [] if self._is_last else [torch.ones_like(root) for root in roots]
         self._roots = []
         self.output = None
@@ -399,17 +393,17 @@ class _StageRehearsal:
                 backward_of_loss(roots.pop())
             del roots, seeds
         self.draws |= SeenDraws(in_backward=not before.equals(TorchState.capture()))
-        self._leaves = []  # frees their gradients, too, unless the model holds them
+        self._leaves = []  # also frees the leaves' gradients, unless the model holds them
 
 
 def _wait_for(device: torch.device) -> None:
-    """Waits for the device. If a kernel failed, its error is raised here."""
+    """Waits for the device. Raises the error of a kernel that has failed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
-    """Returns the generators, other than torch's, that were drawn from between the two states."""
+    """Returns the names of the generators, other than torch's, that have changed between the two states."""
     found = []
     if before.python != after.python:
         found.append("random")
@@ -419,10 +413,11 @@ def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
 
 
 def gives_the_same_again(stage: StageModule, device: torch.device, run: Callable[[], Any]) -> bool:
-    """Whether the stage's forward gives the same output when it is repeated, as in a recompute. Also True if
-    the forward fails, because the failure is reported elsewhere. run: function that runs the forward. Nothing
-    may change the output in place after the forward. False also if the forward writes frozen parameters, as
-    the average of another module's: nobody keeps their earlier contents.
+    """Whether the stage's forward gives the same output when it is repeated, as in a recompute.
+
+    It is False if the forward writes frozen parameters, because nobody keeps their earlier contents. It is
+    True if the forward fails, because the failure is reported elsewhere. run: runs the forward and returns
+    the output, which nobody may change in place afterwards.
     """
     generators = TorchState.capture()
     frozen = (
@@ -444,6 +439,6 @@ def gives_the_same_again(stage: StageModule, device: torch.device, run: Callable
 def _is_same(one: Tensor, other: Tensor, device: torch.device) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # A GPU may add up a sum in another order the second time.
+    # A GPU may add the terms of a sum in another order the second time.
     tolerance = 0.0 if device.type == "cpu" else 1e-2
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)

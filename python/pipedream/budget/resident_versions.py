@@ -2,8 +2,8 @@
 memory.
 
 At most three versions are in device memory: the newest, the one that a backward reads, and one that is copied
-back or written. With vertical sync a forward may read yet another version, and then waits for its copy. Owned
-by the worker's compute thread.
+back or written. With vertical sync a forward may read yet another version, and then waits for its copy. The
+worker's compute thread owns these objects.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def num_resident_versions(num_versions: int) -> int:
 
 class ResidentVersions:
     """The versions of a stage that lie in device memory. Each version also has a home in host memory, and
-    is copied there as soon as it is written. So a device slot may be overwritten at any time when another
-    version needs it.
+    is copied there as soon as it is written. So a device slot may be overwritten as soon as another version
+    needs it.
 
-    A version's number here is the number of its slot in the core. A device slot has a position.
+    In this class `version` is the index of the version's slot in the core, and `position` is the index of a
+    device slot.
     """
 
     def __init__(self, device_slots: Sequence[Tensor], homes: Sequence[Tensor], copies: CopyStreams) -> None:
@@ -45,15 +46,15 @@ class ResidentVersions:
         self._copies = copies
         self._held: list[int | None] = [None] * len(device_slots)
         self._position_of_memory = {memory_of(slot): p for p, slot in enumerate(device_slots)}
-        # Keyed by version: the copy to its home, and the copy into its device slot.
+        # The newest copy of each version to its home, and into its device slot.
         self._gone_out: dict[int, Any] = {}
         self._come_in: dict[int, Any] = {}
         self._newest: int | None = None
         self._reading: int | None = None
         self._next: int | None = None
         self.on_move: Callable[[int, int | None], None] = lambda version, position: None
-        """Called with (version, position) before a copy or a write begins. None as position: the version
-        leaves the device."""
+        """Called with (version, position) before the version is copied or written into the device slot. The
+        position is None if the version leaves the device."""
 
     @property
     def num_versions(self) -> int:
@@ -61,8 +62,8 @@ class ResidentVersions:
 
     @property
     def homes(self) -> Sequence[Tensor]:
-        """The versions' places in host memory. The CPU waits for the copies to them first, so they have all
-        that was written."""
+        """The versions' places in host memory. The CPU first waits for all copies, so the places are up to
+        date."""
         self._copies.finish()
         return self._homes
 
@@ -75,13 +76,14 @@ class ResidentVersions:
         return self._device_slots[position]
 
     def version_at(self, memory: int) -> int | None:
-        """The version in the device slot at an address; None for other memory."""
+        """Returns the version in the device slot at the address `memory`; None if no device slot begins
+        there."""
         position = self._position_of_memory.get(memory)
         return None if position is None else self._held[position]
 
     def read(self, version: int) -> None:
-        """Brings the version into device memory. Call it before the compute stream is given work that reads
-        the version."""
+        """Brings the version into device memory. Call it before the work that reads the version is given to
+        the compute stream."""
         self._fetch(version)
         self._copies.wait(self._come_in.pop(version, None))
         self._reading = version
@@ -89,7 +91,7 @@ class ResidentVersions:
             self._next = None
 
     def prefetch(self, version: int) -> None:
-        """Brings a version into device memory that a backward will read next, after the one it reads now."""
+        """Begins to copy the version into device memory. The backward after the present one will read it."""
         self._next = version
         self._fetch(version)
 
@@ -106,13 +108,11 @@ class ResidentVersions:
 
     def written(self, version: int) -> None:
         self._newest = version
-        # The home may be overwritten: a backward has read its former content, so no copy still reads it.
+        # No copy still reads the home's former content, because a backward has already used that content.
         self._gone_out[version] = self._copies.out(self.device_slot(version), self._homes[version])
 
     def poison(self, version: int) -> None:
-        """Fills the version with NaN, on the device and in host memory, because nobody may read it any
-        more.
-        """
+        """Fills the version with NaN, on the device and in host memory, because it must not be read again."""
         self._copies.finish()  # because the CPU fills the home
         if self.position_of(version) is not None:
             self.device_slot(version).fill_(_POISON)
@@ -129,16 +129,18 @@ class ResidentVersions:
         self._come_in[version] = self._copies.into(self._homes[version], slot, *after)
 
     def _victim(self) -> int:
-        """Returns a device slot whose version nobody needs soon. There always is one. At most three versions
-        are needed: the newest, the one that is read and the next one. The caller's version is to become one
-        of these three, so at most two slots hold versions that are still needed."""
+        """Returns the position of a device slot that may be overwritten.
+
+        At most three versions are needed: the newest, the one that is read, and the one that will be read
+        next. The version that needs the slot becomes one of them, so one of the three slots is free."""
         if None in self._held:
             return self._held.index(None)
         wanted = {self._newest, self._reading, self._next}
         for position, version in enumerate(self._held):
             if version not in wanted:
                 return position
-        # The caller reads or writes another version now, so it no longer needs the version that it read last.
+        # The worker is about to read or write another version, so it no longer needs the version that it
+        # read.
         assert self._reading not in (None, self._newest, self._next), self._held
         return self._held.index(self._reading)
 

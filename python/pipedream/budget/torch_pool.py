@@ -1,12 +1,12 @@
 """Puts torch's own tensors into the worker's planned memory, on CUDA. Opt in with PIPEDREAM_TORCH_POOL=1.
 
-Torch's caching allocator gets one term of the pool as a `torch.cuda.MemPool`. Tensors that forwards and
-backwards make are allocated there. They cannot exceed the term, and their bytes are reported with the other
-terms.
+Torch's caching allocator gets one term of the worker's pool as a `torch.cuda.MemPool`. Tensors that forwards
+and backwards make are allocated there. They cannot exceed the term, and their bytes are reported with the
+other terms (budget/memory.py).
 
-A MemPool applies to the thread that enters it. Autograd runs backwards on threads of its own, unless its
-multithreading is off, so region() turns that off (pytorch issues 167353, 188205). A pool with a custom
-allocator has no expandable segments. Owned by the worker's compute thread.
+A MemPool applies only to the thread that enters it, but autograd runs backwards on its own threads. So
+region() turns autograd's multithreading off (pytorch issues 167353, 188205). A pool with a custom allocator
+has no expandable segments. The worker's compute thread owns the pool.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["SEGMENT_SLACK_BYTES", "TORCH_TENSORS", "TorchPool", "wants_torch_poo
 TORCH_TENSORS = "tensors of torch"
 """The name of the term in the worker's pool."""
 
-# The caching allocator asks for segments of 2 MiB for tensors of up to 1 MiB, and of 20 MiB for tensors of
-# less than 10 MiB, and divides them. One segment of 2 MiB and two of 20 MiB may be mostly empty.
+# The caching allocator puts tensors of up to 1 MiB into segments of 2 MiB, and tensors below 10 MiB into
+# segments of 20 MiB. The slack assumes that one segment of 2 MiB and two of 20 MiB are mostly empty.
 SEGMENT_SLACK_BYTES = (20 + 20 + 2) << 20
 
 
@@ -40,7 +40,7 @@ def wants_torch_pool(device: torch.device) -> bool:
 
 
 class TorchPool:
-    """The pool. Use `with pool.region():` around torch's computations."""
+    """A memory pool for torch's tensors. Use `with pool.region():` around torch's computations."""
 
     def __init__(self, slot: Tensor) -> None:
         """slot: flat uint8 device memory, which lives as long as the process uses CUDA."""

@@ -5,7 +5,7 @@
             print(report.epoch, report.loss)
             return report.loss > 0.1          # False stops the run
 
-Callbacks run in the caller's process; under torchrun, in the process of rank 0.
+Callbacks run in the process that called `run`. Under torchrun they run in the process of rank 0.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Defines the reports that callbacks get, and the decisions that they may return. Runs on the caller's
-thread."""
+"""Defines the reports that callbacks get, and the decisions that they may return.
+
+Boundary N lies before minibatch N, where a round of updates ends at every stage. Reports are made at
+boundaries, and decisions take effect at boundaries. All code here runs on the thread that called run()."""
 
 from __future__ import annotations
 
@@ -29,15 +31,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Decision:
-    """A callback's decision. It takes effect at the boundary that the report names in `takes_effect`."""
+    """A callback's decision. It takes effect at the report's boundary `takes_effect`."""
 
     stop: bool = False
     rate_factor: float = 1.0
     """Multiplies the learning rates of all stages."""
     evaluate: bool = False
-    """Evaluates run(validation=...) at that boundary, too."""
+    """Whether to evaluate at that boundary. The run needs run(validation=...)."""
     checkpoint: bool = False
-    """Saves a checkpoint of run(checkpoints=...) at that boundary, too."""
+    """Whether to save a checkpoint at that boundary. The run needs run(checkpoints=...)."""
 
     def __or__(self, other: Decision) -> Decision:
         return Decision(
@@ -49,12 +51,12 @@ class Decision:
 
 
 Answer = Decision | bool | None
-"""A callback's answer: a Decision, or False to stop the run. After None and True the run goes on."""
+"""A callback's answer to a report: a Decision, or False to stop the run. None and True change nothing."""
 
 
 @dataclass(frozen=True)
 class StartReport:
-    """The training is about to begin."""
+    """Facts about the run. Callbacks get this report before the training begins."""
 
     num_minibatches: int | None
     """Minibatches of all epochs; None if the data have no length."""
@@ -62,42 +64,43 @@ class StartReport:
     num_workers: int
     schedule: str
     decision_lead: int
-    """Minibatches from the boundary of a report to the boundary where its decision takes effect."""
+    """The number of minibatches between a report's boundary and the boundary where its decision takes
+    effect."""
     minibatches_per_update: int = 1
-    """The number of minibatches per update of the first stage. It is more than one if the stage has replicas,
-    which get minibatches in turn."""
+    """The number of minibatches per update of the first stage. It may be more than one if the stage has
+    replicas, because each replica needs equally many microbatches."""
 
 
 @dataclass(frozen=True)
 class MinibatchReport:
-    """A report of consecutive minibatches, whose losses are known. Under a schedule that drains, all stages
-    have made the updates of these minibatches."""
+    """A report of consecutive minibatches and their losses. If the schedule drains, all stages have made the
+    updates of these minibatches."""
 
     first: int
     """The first of the minibatches, counted through all epochs."""
     losses: Sequence[float]
     samples: Sequence[int]
     rates: Sequence[float]
-    """Learning rates of the first stage's parameter groups, after the last of the minibatches."""
+    """Learning rates of the first stage's parameter groups after the last of these minibatches."""
     takes_effect: int | None
-    """The minibatch before which a decision takes effect. None: it is too late for decisions."""
+    """The minibatch before which a decision takes effect; None if it is too late for decisions."""
     seconds: float
-    """Seconds since the report before, or since the start."""
+    """Seconds since the previous report of this kind, or since the start of the training."""
     version: int = 0
-    """Weight version of the first stage after the last minibatch. It counts the updates of this run and of
-    the run that this run continues."""
+    """Weight version of the first stage after the last minibatch. It also counts the updates of the earlier
+    run that this run continues."""
     gradient_norms: Sequence[float] = ()
     """2-norm of the gradients of each update, before they are clipped. It is over all stages if the schedule
-    drains, otherwise over the first stage only. Empty unless max_grad_norm is given, autocast is float16, or
-    a callback has `wants_gradient_norms`. Always empty with sync="asp" or "allreduce", sync_every, spare
-    shards or a Program."""
+    drains, otherwise over the first stage only. Norms are measured if max_grad_norm is given, if autocast is
+    float16, or if a callback has `wants_gradient_norms`. They are never measured with sync="asp" or
+    "allreduce", sync_every, spare shards or a Program; then this is empty."""
     is_past: bool = False
-    """Whether these minibatches came before the checkpoint from which the run continues. Callbacks get their
-    reports again, so that the callbacks' counts are right. Rates, norms and times are not known."""
+    """Whether these minibatches came before the checkpoint from which the run continues. Callbacks get such
+    reports again, so that their counts are right. Rates, norms and times are not known then."""
 
     @property
     def end(self) -> int:
-        """The minibatch after the last one."""
+        """The minibatch after the last minibatch of the report."""
         return self.first + len(self.losses)
 
     @property
@@ -115,12 +118,12 @@ class MinibatchReport:
 
 @dataclass(frozen=True)
 class EpochReport(MinibatchReport):
-    """The minibatches of one epoch."""
+    """A report of the minibatches of one epoch. Callbacks get it when the epoch has ended."""
 
     epoch: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the newest evaluation, by name: NaN before there is one, empty without validation. With
-    Validation(every="epoch") it is the evaluation after this epoch."""
+    """Metrics of the newest evaluation, by name. They are NaN before the first evaluation, and empty without
+    validation. With Validation(every="epoch") the newest evaluation is the one after this epoch."""
 
     def value_of(self, metric: str) -> float:
         """Returns a metric of the newest evaluation. "loss" is the mean of the epoch's losses if there is no
@@ -135,17 +138,17 @@ class EpochReport(MinibatchReport):
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """Held-out data have been evaluated."""
+    """The figures of an evaluation of held-out data."""
 
     minibatch: int
     """The number of minibatches that the weights were trained on, as in RunResult.validation."""
     metrics: Mapping[str, float]
-    """Figures by name, "loss" among them."""
+    """Figures by name. One of the names is "loss"."""
     samples: int
     takes_effect: int | None
-    """The minibatch before which a decision takes effect. None: it is too late for decisions."""
+    """The minibatch before which a decision takes effect; None if it is too late for decisions."""
     is_past: bool = False
-    """See MinibatchReport."""
+    """Whether the evaluation came before the checkpoint from which the run continues."""
 
     @property
     def loss(self) -> float:
@@ -154,7 +157,7 @@ class EvaluationReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """A checkpoint is complete."""
+    """Names a checkpoint that is complete."""
 
     path: Path
 
@@ -164,14 +167,14 @@ class CheckpointReport:
         return minibatch_of(self.path)
 
     def pin(self) -> None:
-        """Marks the checkpoint, so that it is never removed for newer ones. Raises ValueError if it has been
-        removed already, because run(checkpoints=...) keeps a limited number."""
+        """Pins the checkpoint, so that it stays when newer checkpoints replace older ones. Raises ValueError
+        if it has been removed already; Checkpoints.keep limits how many stay."""
         pin(self.path)
 
 
 @dataclass(frozen=True)
 class EndReport:
-    """The run is over."""
+    """Says how the run ended. Callbacks get this report last."""
 
     result: Any
     """The RunResult; None if the run failed."""
@@ -184,16 +187,17 @@ class Callback:
 
     Answers of on_minibatches, on_epoch and on_evaluation take effect at a fixed boundary. If the schedule
     drains, it is the boundary of the report, and no later minibatch starts before the answer. Otherwise the
-    boundary comes StartReport.decision_lead minibatches later. The pipeline waits there for an answer that is
-    late."""
+    boundary comes StartReport.decision_lead minibatches after the report's. The pipeline waits there for a
+    late answer."""
 
     every: int | None = None
-    """The number of minibatches between calls of on_minibatches, rounded up to a boundary. None: it is never
-    called."""
+    """The number of minibatches between calls of on_minibatches, rounded up to a boundary. If it is None,
+    on_minibatches is never called."""
     decides = True
-    """Whether the methods may return decisions. False: the pipeline never waits for this callback."""
+    """Whether the methods may return decisions. If it is False, the pipeline never waits for this
+    callback."""
     wants_gradient_norms = False
-    """Whether reports must have gradient_norms, even if nothing else needs the norms."""
+    """Whether the run must measure gradient norms for this callback's reports."""
 
     def on_start(self, report: StartReport) -> None: ...
 
@@ -202,18 +206,18 @@ class Callback:
     def on_epoch(self, report: EpochReport) -> Answer: ...
 
     def on_evaluation(self, report: EvaluationReport) -> Answer:
-        """Called at the boundary of a planned evaluation, before on_minibatches and on_epoch of the same
-        boundary. For an evaluation that a decision asked for, it is called at the next boundary."""
+        """The run calls this at the boundary of a planned evaluation, before on_minibatches and on_epoch of
+        the same boundary. If a decision asked for the evaluation, the run calls it at the next boundary."""
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
-        """Called soon after a checkpoint is complete. It may pin the checkpoint. Its return value is
-        ignored."""
+        """The run calls this soon after a checkpoint is complete. The method may pin the checkpoint. Its
+        return value is ignored."""
 
     def on_end(self, report: EndReport) -> None: ...
 
 
 class EpochFunction(Callback):
-    """run(on_epoch_end=...) as a callback."""
+    """The callback that calls the function given as run(on_epoch_end=...)."""
 
     def __init__(self, function: Callable[[EpochReport], Answer]) -> None:
         self._function = function
@@ -223,7 +227,7 @@ class EpochFunction(Callback):
 
 
 def defines(callback: Callback, method: str) -> bool:
-    """Whether the callback has a method of its own."""
+    """Whether the callback's class overrides the method of Callback."""
     return getattr(getattr(callback, method), "__func__", None) is not getattr(Callback, method)
 
 

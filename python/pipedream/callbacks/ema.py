@@ -10,9 +10,9 @@ __all__ = ["EMA"]
 class EMA(Callback):
     """Keeps exponential moving averages of the weights, one average for each trained parameter.
 
-    Each update adds its weights: average = decay * average + (1 - decay) * weights. The weights after the
-    first update are the first average, as in torch.optim.swa_utils.AveragedModel. With schedule="flush" and
-    one microbatch the averages have the same bits as torch's. Validation(ema=True) evaluates the averages,
+    After each update, average = decay * average + (1 - decay) * weights. The first average is the weights
+    after the first update, as in torch.optim.swa_utils.AveragedModel. With schedule="flush" and one
+    microbatch the averages have the same bits as torch's. Validation(ema=True) evaluates the averages,
     RunResult.ema has them at the end, and checkpoints keep them. Raises ValueError for a decay that is not
     between 0 and 1.
     """

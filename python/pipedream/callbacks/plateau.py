@@ -1,4 +1,4 @@
-"""Callbacks that end the run, or lower its learning rates, when a metric gets no better."""
+"""Callbacks that end the run, or lower its learning rates, when a metric has stopped to improve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["EarlyStopping", "ReduceLROnPlateau"]
 
 
 class _Watch(Callback):
-    """Counts epochs without a better value."""
+    """Counts the epochs in which a metric has not improved."""
 
     def __init__(
         self, metric: str, patience: int, min_delta: float, mode: Literal["min", "max"], name: str
@@ -26,14 +26,14 @@ class _Watch(Callback):
         self.mode = mode
         self.best = math.inf
         self.num_worse = 0
-        """Epochs since the best value, or since the last decision."""
+        """The number of epochs since the best value, or since the last decision."""
 
     def on_start(self, report: StartReport) -> None:
         self.best = math.inf if self.mode == "min" else -math.inf
         self.num_worse = 0
 
     def _is_over(self, report: EpochReport) -> bool:
-        """Whether more epochs than `patience` have been no better."""
+        """Whether the metric has not improved in more than `patience` epochs."""
         known = report.metrics.values()
         if (
             self.metric != "loss"
@@ -41,10 +41,10 @@ class _Watch(Callback):
             and known
             and all(map(math.isnan, known))
         ):
-            return False  # perhaps one of several figures of a metric: none has been evaluated yet
+            return False  # no evaluation yet; the first one may bring a figure of this name
         value = report.value_of(self.metric)
         if self.metric in report.metrics and math.isnan(value):
-            return False  # not evaluated yet
+            return False  # no evaluation yet
         better = self.best - value if self.mode == "min" else value - self.best
         if better > self.min_delta:
             self.best, self.num_worse = value, 0
@@ -54,8 +54,12 @@ class _Watch(Callback):
 
 
 class EarlyStopping(_Watch):
-    """Stops the run when `metric` has not become better by more than `min_delta` for more than `patience`
-    epochs. metric: a metric of the validation. Without validation, "loss" is the mean loss of the epoch."""
+    """Stops the run when `metric` has not improved in more than `patience` epochs in a row.
+
+    metric: a metric of the validation. Without validation, "loss" is the mean loss of the epoch.
+    min_delta: a change that is not larger does not count as an improvement.
+    mode: "min" if smaller values are better, otherwise "max".
+    Raises ValueError for another mode or a negative patience."""
 
     def __init__(
         self,
@@ -72,9 +76,11 @@ class EarlyStopping(_Watch):
 
 
 class ReduceLROnPlateau(_Watch):
-    """Multiplies the learning rates of all stages by `factor`, at the same minibatch. It does so when
-    `metric` has not become better by more than `min_delta` for more than `patience` epochs. After
-    `max_reductions` times it changes nothing more."""
+    """Multiplies the learning rates of all stages by `factor` when `metric` has not improved in more than
+    `patience` epochs in a row. All stages change their rates at the same minibatch.
+
+    metric, min_delta, mode: as for EarlyStopping. max_reductions: the most times that it changes the rates;
+    None has no limit. Raises ValueError for a factor that is not between 0 and 1."""
 
     def __init__(
         self,

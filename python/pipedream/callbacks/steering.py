@@ -1,6 +1,5 @@
-"""Calls the callbacks of a run. At a boundary it gives the callbacks a report of the time since the boundary
-before, and joins their decisions. It runs in the caller's process, or under torchrun at rank 0, on the thread
-that calls.
+"""Calls the callbacks of a run. At a boundary (callback.py) it gives the callbacks their reports, and joins
+their decisions into one. It runs on the thread that called run(); under torchrun, on that of rank 0.
 """
 
 from __future__ import annotations
@@ -32,21 +31,22 @@ __all__ = ["CallPoints", "Evaluated", "History", "Question", "Steering"]
 
 @dataclass(frozen=True)
 class CallPoints:
-    """The points at which a run calls its callbacks. Workers need this, because they have no callbacks."""
+    """The boundaries at which a run calls its callbacks. Workers get it, because they do not have the
+    callbacks themselves."""
 
     everys: tuple[int, ...] = ()
-    """Minibatches between two calls of on_minibatches, for each callback that has `every`."""
+    """The different values of `every` of the callbacks, in minibatches."""
     at_epochs: bool = False
     at_evaluations: bool = False
     decides: bool = False
-    """Whether the pipeline waits for an answer."""
+    """Whether some callback may return decisions, so that the pipeline waits for its answers."""
     gradient_norms: bool = False
-    """Whether the norms of gradients are measured for a callback."""
+    """Whether some callback needs the norms of gradients."""
     ema_decay: float | None = None
-    """The decay of the averages of weights that the stages compute; None without averages."""
+    """The decay of callbacks.EMA; None without an EMA."""
 
     def is_due(self, begin: int, end: int, *, has_ended_epoch: bool) -> bool:
-        """Whether a point lies after the boundary `begin`, up to and including the boundary `end`."""
+        """Whether callbacks must be called at boundary `end`. `begin` is the boundary before it."""
         return (self.at_epochs and has_ended_epoch) or any(
             begin // every != end // every for every in self.everys
         )
@@ -54,21 +54,20 @@ class CallPoints:
 
 @dataclass(frozen=True)
 class Question:
-    """The message of the first stage at a boundary. If the run continues another run, the numbers of
-    minibatches do not start again from 0."""
+    """The first stage's message at a boundary, in which it asks for the callbacks' decision. Minibatches are
+    counted through this run and the runs that it continues."""
 
     boundary: int
     takes_effect: int | None
-    """The boundary at which the answer is due. None if the data are over, so that no answer is needed."""
+    """The boundary at which the answer is due; None if the data have ended, so that no answer is needed."""
     epochs: list[tuple[int, int]]
-    """(epoch, end) for each epoch that has ended since the question before. The end is the minibatch after
-    the epoch's last one."""
+    """(epoch, end) for each epoch that has ended since the previous question. The end is the minibatch after
+    the epoch's last minibatch."""
     samples: list[int]
-    """Samples of each minibatch since the question before, up to the boundary."""
+    """The samples of each minibatch since the previous question, up to the boundary."""
     rates: list[float]
     evaluations: list[int] = field(default_factory=list)
-    """Evaluations that were not reported to the callbacks yet. Each is given by the minibatch before which it
-    took place."""
+    """The boundaries of evaluations that callbacks have not been told of."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Question:
@@ -77,7 +76,7 @@ class Question:
 
 
 class Evaluated(NamedTuple):
-    """An evaluation as the last stage reports it."""
+    """The figures of one evaluation, as the last stage reports them."""
 
     minibatch: int
     samples: int
@@ -86,15 +85,16 @@ class Evaluated(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """Reports of the minibatches before the checkpoint from which the run continues, by minibatch."""
+    """Figures of the minibatches before the checkpoint from which the run continues. Each sequence has one
+    entry per minibatch, except for the evaluations."""
 
     losses: Sequence[float]
     samples: Sequence[int]
     epochs: Sequence[int]
-    """The epoch of each minibatch. The last entry is of the first minibatch after the checkpoint."""
+    """The epoch of each minibatch, and of the first minibatch after the checkpoint."""
     evaluations: Sequence[Evaluated]
     is_evaluated_next: bool
-    """Whether the weights of the checkpoint are evaluated when the run continues."""
+    """Whether the run begins with an evaluation of the checkpoint's weights."""
     group_size: int
     """Minibatches between two boundaries."""
 
@@ -103,7 +103,7 @@ class Steering:
     """The callbacks of one run."""
 
     def __init__(self, callbacks: Iterable[Callback], metrics: Iterable[str] = ()) -> None:
-        """metrics: names of the metrics that evaluations will have. Their values are NaN until there is an
+        """metrics: names of the metrics that evaluations will have. Their values are NaN until the first
         evaluation."""
         given = list(callbacks)
         decays = [callback.decay for callback in given if isinstance(callback, EMA)]
@@ -121,11 +121,11 @@ class Steering:
             ema_decay=decays[0] if decays else None,
         )
         self.error: Exception | None = None
-        """The exception that a callback raised. The run stops, and then raises it to the user."""
+        """The exception that a callback raised. The run stops, then raises it to the user."""
         self.why_rates_are_fixed = ""
-        """The reason why no callback may change the rates; empty if callbacks may."""
+        """The reason why no callback may change the learning rates; empty if callbacks may."""
         self.norms: Sequence[float] = ()
-        """Norms of the gradients of all updates of the first stage so far, where they are measured."""
+        """Norms of the gradients of the first stage's updates in this run, if they are measured."""
         self._origin = 0
         """The minibatch that reports count as 0."""
         self._per_update = 1
@@ -133,19 +133,19 @@ class Steering:
         self._losses_before: Sequence[float] = ()
         self._is_past = False
         self._held_epochs: list[tuple[int, int]] = []
-        """Epochs that ended at the checkpoint, if its weights are still to be evaluated. Callbacks are told
-        of these epochs after that evaluation."""
+        """Epochs that ended at the checkpoint, if the run begins with an evaluation of its weights. Callbacks
+        are told of these epochs after that evaluation."""
         self._samples: list[int] = []
-        self._told_to = [0] * len(self._callbacks)  # by callback: the boundary of its last on_minibatches
+        self._told_to = [0] * len(self._callbacks)  # boundary of each callback's last on_minibatches
         self._told_s = [0.0] * len(self._callbacks)
         self._epoch_begin, self._epoch_s, self._num_epochs = 0, 0.0, 0
         self._rates: list[float] = []
         self._metrics: Mapping[str, float] = dict.fromkeys(metrics, math.nan)
         self._validates = bool(self._metrics)
-        self._num_evaluations = 0  # that callbacks were told of
+        self._num_evaluations = 0  # the number of evaluations that callbacks were told of
         self._checkpoints: Path | None = None
         self._watches = any(defines(callback, "on_checkpoint") for callback in self._callbacks)
-        self._seen: set[Path] = set()  # checkpoints that callbacks were told of, or that were there before
+        self._seen: set[Path] = set()  # checkpoints that existed at the start or that callbacks were told of
         self._looked_s = 0.0
         self._has_begun = False
 
@@ -157,12 +157,12 @@ class Steering:
         checkpoints: Path | None = None,
         before: History | None = None,
     ) -> list[tuple[int, Decision]]:
-        """Tells the callbacks of the start. If the run continues from a checkpoint, also tells them again of
-        everything before it. An exception of a callback ends the run before it begins. checkpoints: the
-        folder into which the run saves itself.
+        """Gives the callbacks the start report. If the run continues from a checkpoint, gives them the
+        reports of all earlier minibatches again. An exception of a callback ends the run before it begins.
 
-        Returns (minibatch, decision) for each decision that was made before the checkpoint and takes effect
-        after it, or stops the run there."""
+        checkpoints: the folder into which the run saves checkpoints. before: figures of the earlier
+        minibatches. Returns (minibatch, decision) for each earlier decision that takes effect after the
+        checkpoint, or that stops the run at it."""
         self._origin = first_minibatch if before is None else 0
         self._per_update = report.minibatches_per_update
         self._first_update = first_minibatch // self._per_update
@@ -175,9 +175,9 @@ class Steering:
         return self._tell_again(before, first_minibatch, report.decision_lead)
 
     def _tell_again(self, before: History, end: int, lead: int) -> list[tuple[int, Decision]]:
-        """Goes through the boundaries up to the checkpoint at `end`, and gives the callbacks the same reports
-        as the earlier run. If the weights of the checkpoint are still to be evaluated, the last boundary is
-        left to the run, which asks there again after the evaluation."""
+        """Gives the callbacks the reports of all boundaries up to the checkpoint at boundary `end`. If the
+        run begins with an evaluation of the checkpoint's weights, it leaves the reports of boundary `end`
+        out, because the run makes them after the evaluation."""
         self._losses_before, self._samples, self._is_past = before.losses, [*before.samples], True
         left = [*before.evaluations]
         later: list[tuple[int, Decision]] = []
@@ -205,12 +205,12 @@ class Steering:
         return later
 
     def updates_before(self, boundary: int) -> int:
-        """Returns how many updates the first stage makes in this run before the boundary. The boundary is
-        numbered like the minibatches of a Question."""
+        """Returns how many updates the first stage makes in this run before the boundary. The boundary counts
+        minibatches as a Question does."""
         return boundary // self._per_update - self._first_update
 
     def begin(self) -> None:
-        """Starts the clocks of the reports when the training begins. Later calls do nothing."""
+        """Starts the clocks of the reports, at the first minibatch. Later calls do nothing."""
         if not self._has_begun:
             self._has_begun = True
             self._epoch_s = time.monotonic()
@@ -223,10 +223,11 @@ class Steering:
     def tell(
         self, question: Question, losses: Sequence[float], evaluations: Sequence[Evaluated] = ()
     ) -> Decision:
-        """Tells the callbacks of a boundary and returns their joint decision. losses: the losses of at least
-        all minibatches up to the question's boundary. evaluations: the evaluations that the question names.
+        """Gives the callbacks the reports of a boundary, and returns their joint decision. If a callback
+        raises, the decision stops the run, and no callback gets another report.
 
-        If a callback raises, the run stops. After that no callback gets a report."""
+        losses: the losses of this run's minibatches, at least up to the boundary. evaluations: the
+        evaluations that the question names."""
         self.note_last(question)
         self.tell_of_checkpoints()
         if self.error is not None:
@@ -259,20 +260,20 @@ class Steering:
             self.error = error
 
     def end_with(self, result: Any) -> None:
-        """Gives the callbacks all reports that are still missing, after a run with this RunResult. Their
-        answers are ignored. Checkpoints come after evaluations, so that a callback can pin the last
-        checkpoint if the last evaluation is the best."""
+        """Gives the callbacks the last reports of a run that has ended. Their answers are ignored. Reports of
+        checkpoints come after those of evaluations. So a callback can pin the last checkpoint if the last
+        evaluation is the best."""
         if self.error is None:
             self._tell_of_the_rest(result)
         self.tell_of_checkpoints()
-        if self.error is not None:  # like every error that ends a run early
+        if self.error is not None:  # every error that ends a run early has these two attributes
             losses = result.losses
             self.error.losses, self.error.minibatch = losses, len(losses)  # type: ignore[attr-defined]
             return
         self.end(EndReport(result, None))
 
     def _tell_of_the_rest(self, result: Any) -> None:
-        """Tells the callbacks of all minibatches, epochs and evaluations that they have not heard of."""
+        """Gives the callbacks the reports of minibatches, epochs and evaluations that they have not had."""
         losses, sizes = result.losses, result.epoch_sizes
         self._samples += [1] * (len(losses) - len(self._samples))
         ends = [sum(sizes[: epoch + 1]) for epoch in range(len(sizes))]
@@ -352,7 +353,7 @@ class Steering:
 
     def _updates_by(self, minibatch: int) -> int:
         """Returns how many updates the first stage makes from the minibatches before this one. The last
-        update may have fewer minibatches than the others."""
+        update may have fewer minibatches than other updates, so the division rounds up."""
         return -(-(self._origin + minibatch) // self._per_update)
 
     def _new_checkpoints(self) -> list[Path]:
@@ -362,7 +363,7 @@ class Steering:
         return [path for path in complete if path not in self._seen]
 
     def _checked(self, decision: Decision) -> Decision:
-        """Returns the decision. Raises ValueError if the run cannot carry it out."""
+        """Returns the decision, or raises ValueError if the run cannot carry it out."""
         why = ""
         if decision.rate_factor != 1.0 and self.why_rates_are_fixed:
             why = f"its learning rates times {decision.rate_factor:g}, and {self.why_rates_are_fixed}"

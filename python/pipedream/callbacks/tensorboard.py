@@ -1,4 +1,4 @@
-"""TensorBoard: a run's figures in event files that `tensorboard --logdir` shows, by torch's SummaryWriter."""
+"""Writes a run's figures into event files for TensorBoard, by torch's SummaryWriter."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["TensorBoard"]
 class TensorBoard(Callback):
     """Writes figures of the run into `path`; `tensorboard --logdir path` shows them.
 
-    During the run: loss, learning rate, samples/s, the norm of the gradients if it is measured, and
-    validation figures. At the end: the share of bubbles, the bytes sent, each worker's peak memory and each
-    stage's delay.
+    During the run it writes loss, learning rate, samples/s, the norm of the gradients if it is measured, and
+    validation figures. At the end it writes the share of bubbles, the bytes sent, each worker's peak memory
+    and each stage's delay.
 
-    every: minibatches between two writes. Each write has the losses of all minibatches since the one before.
-    Raises ValueError for less than one, and if the package tensorboard is missing."""
+    every: minibatches between two writes. Each write has the losses of all minibatches since the previous
+    write. Raises ValueError if `every` is less than 1, or if the package tensorboard is missing."""
 
     decides = False
 
@@ -47,7 +47,7 @@ class TensorBoard(Callback):
 
     def on_minibatches(self, report: MinibatchReport) -> None:
         if report.is_past:
-            return  # an earlier file has it
+            return  # the earlier run has written these figures
         for minibatch, loss in enumerate(report.losses, start=report.first):
             self._add(minibatch, {"loss": loss})
         figures = {"samples_per_s": report.samples_per_s}
@@ -60,13 +60,13 @@ class TensorBoard(Callback):
 
     def on_epoch(self, report: EpochReport) -> None:
         if report.is_past:
-            return  # an earlier file has it
+            return
         self._add(report.end - 1, {"epoch/loss": report.loss})
         self._writer.flush()
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         if report.is_past:
-            return  # an earlier file has it
+            return
         figures = {f"validation/{name}": value for name, value in report.metrics.items()}
         self._add(report.minibatch - 1, figures)
         self._writer.flush()

@@ -1,1 +1,2 @@
-"""The state of stages: in the files of checkpoints, and on its way between ranks."""
+"""The state of stages: this package copies it, writes it into checkpoints, reads it, and sends it between
+ranks."""

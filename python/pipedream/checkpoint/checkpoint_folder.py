@@ -1,8 +1,7 @@
 """Lists, finds and removes the checkpoints in a run's folder.
 
-A checkpoint is complete if it has a manifest. If the manifest is missing, the run ended while it wrote the
-checkpoint. A checkpoint is whole if it is complete and no file has changed since. Torch-free; any thread of
-the process that owns the folder.
+A checkpoint is complete if it has a manifest (manifest.py), which is written last. It is whole if it is
+complete and no file has changed since. Torch-free; any thread of the process that owns the folder.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _MARK = "mark-"
 
 
 def folder_of(path: Path, minibatch: int) -> Path:
-    """Returns the folder of the checkpoint at this minibatch, for example checkpoint-000000300."""
+    """Returns the folder of the checkpoint before this minibatch, for example checkpoint-000000300."""
     return path / f"checkpoint-{minibatch:09}"
 
 
@@ -56,7 +55,8 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether all parts of the checkpoint were written. Files may have changed since."""
+    """Whether all parts of the checkpoint were written. It does not check whether files have changed
+    since."""
     return (checkpoint / MANIFEST_NAME).is_file()
 
 
@@ -81,10 +81,10 @@ def newest_whole(path: Path) -> tuple[tuple[Path, Manifest] | None, list[str]]:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Manifest, list[str]]:
-    """Finds the checkpoint at the path, or the newest whole one in the folder at the path.
+    """Finds a checkpoint. The path names the checkpoint, or a folder in which the newest whole one is found.
 
     Returns the checkpoint, its manifest, and the reasons why newer checkpoints are not used. Raises
-    ValueError if there is no checkpoint, or if the path names a checkpoint that is not whole."""
+    ValueError if there is no whole checkpoint, or if the path names a checkpoint that is not whole."""
     if is_complete(path):
         manifest = read_manifest(path)
         problems = problems_of(path, manifest)
@@ -106,7 +106,9 @@ def pin(checkpoint: Path) -> None:
     """Marks the checkpoint, so that remove_old() never removes it. Raises ValueError if it is gone."""
     with contextlib.suppress(OSError):
         (checkpoint / _PIN_NAME).touch()
-    if not is_complete(checkpoint):  # checked last: a removal renames first and looks for the mark then
+    # The check comes after the mark. So if _remove() has renamed the folder, either the mark is found there
+    # or this check fails.
+    if not is_complete(checkpoint):
         raise ValueError(
             f"{checkpoint} is gone, as `keep` newer ones are complete: give a larger keep to pin it in time"
         )
@@ -117,7 +119,8 @@ def is_pinned(checkpoint: Path) -> bool:
 
 
 def remove_old(path: Path, keep: int) -> None:
-    """Removes all checkpoints older than the newest `keep` complete checkpoints. Pinned checkpoints stay."""
+    """Removes old checkpoints. The newest `keep` complete checkpoints, all newer ones and pinned ones
+    stay."""
     complete = [checkpoint for checkpoint in checkpoints_in(path) if is_complete(checkpoint)]
     if len(complete) <= keep:
         return
@@ -130,8 +133,8 @@ def remove_old(path: Path, keep: int) -> None:
 
 
 def make_folder(path: Path, mark: Path) -> None:
-    """Makes the folder if it is missing, and the mark in it. Raises ValueError if that cannot be done:
-    otherwise a run would train for days and save nothing."""
+    """Makes the folder if it is missing, and the mark in it. Raises ValueError if the folder cannot be
+    written, because otherwise a run would train for days and save nothing."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         mark.touch()
@@ -142,13 +145,14 @@ def make_folder(path: Path, mark: Path) -> None:
 
 
 def mark_of(path: Path, name: str) -> Path:
-    """Returns the path of a file that shows that a process writes into this folder."""
+    """Returns the path of the empty file by which the process `name` tests that it can write into the
+    folder."""
     return path / f"{_MARK}{name}"
 
 
 def remove_incomplete(path: Path) -> None:
-    """Removes incomplete checkpoints, and what an interrupted removal or start has left. Call it before a run
-    writes into the folder, when no other process writes there."""
+    """Removes incomplete checkpoints, and the files that an interrupted removal or start has left. Call it
+    before a run writes into the folder, while no other process writes there."""
     for checkpoint in checkpoints_in(path):
         if not is_complete(checkpoint):
             _remove(checkpoint)
@@ -159,12 +163,11 @@ def remove_incomplete(path: Path) -> None:
 
 
 def go_on_after(checkpoint: Path, minibatch: int, path: Path) -> Path:
-    """Prepares the folder at the path for a run that continues from the checkpoint and begins with
-    `minibatch`.
+    """Prepares the folder `path` for a run that continues from the checkpoint and begins with `minibatch`.
 
-    The run would overwrite later checkpoints, so they are renamed to damaged-..., and the user can still find
-    them. If the run begins some minibatches before the checkpoint's, the checkpoint is renamed to the
-    minibatch with which the run begins. Returns the checkpoint's path.
+    The run would overwrite the checkpoints of later minibatches, so they are renamed to damaged-..., where
+    the user can still find them. If the run begins some minibatches before the checkpoint's minibatch, the
+    checkpoint is renamed to the minibatch with which the run begins. Returns the checkpoint's path.
     """
     for other in checkpoints_in(path):
         if other != checkpoint and minibatch_of(other) > minibatch:
@@ -185,10 +188,9 @@ def minibatch_of(checkpoint: Path) -> int:
 
 def _remove(checkpoint: Path, *, unless_pinned: bool = False) -> None:
     """Removes a checkpoint. Renames it first, so that no process finds a half removed checkpoint, or
-    completes it during the removal.
+    completes it during the removal. Files that cannot be removed stay until the next remove_incomplete().
 
-    Files that cannot be removed stay until the next remove_incomplete(). unless_pinned: puts the checkpoint
-    back if it was pinned at the last moment."""
+    unless_pinned: renames the checkpoint back if it has been pinned meanwhile."""
     removed = checkpoint.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{checkpoint.name}")
     with contextlib.suppress(OSError):
         checkpoint.rename(removed)

@@ -40,11 +40,11 @@ class Found:
 class Checkpoints:
     """The folder into which a run saves checkpoints, and how often.
 
-    path: a folder, which is made if it is missing. On several machines it must be a folder that all of them
-    share.
-    every: "epoch", a number of minibatches, or a time such as "10min". The run saves at the first minibatch
-        after that at which all replicas have made their updates.
-    keep: the number of newest checkpoints that stay; older ones are removed.
+    path: a folder, which is made if it is missing. Several machines must share it.
+    every: "epoch", a number of minibatches, or a time such as "10min". The run saves only where a round of
+        updates ends at every stage, which may be some minibatches later.
+    keep: the number of newest checkpoints that stay. Older ones are removed, except those that a callback has
+        pinned.
     resume: True continues from the newest whole checkpoint in the folder, if there is one. The path of a
         checkpoint continues from that checkpoint. False refuses a folder that has checkpoints.
     grace: seconds between SIGTERM and the end of the process, in which the run saves once more.
@@ -85,12 +85,12 @@ class Checkpoints:
 
     @property
     def minibatches(self) -> int | None:
-        """The number of minibatches, if `every` is one."""
+        """The value of `every` if it is a number of minibatches, otherwise None."""
         return self.every if isinstance(self.every, int) else None
 
     @property
     def seconds(self) -> float | None:
-        """The seconds, if `every` is a time."""
+        """The value of `every` in seconds if it is a time, otherwise None."""
         match = _DURATION.match(self.every) if isinstance(self.every, str) else None
         return None if match is None else float(match.group(1)) * _SECONDS[match.group(2)]
 
@@ -98,7 +98,8 @@ class Checkpoints:
         """Returns the checkpoint to continue from, or None to start from the beginning.
 
         Raises ValueError if `resume` is False and there are checkpoints, if `resume` names a checkpoint that
-        is not whole, or if there are complete checkpoints but no whole one."""
+        is not whole or is older than others in the folder, or if there are complete checkpoints but no whole
+        one."""
         if self.resume is False:
             present = checkpoints_in(self.folder)
             if present:
@@ -132,8 +133,7 @@ class Checkpoints:
 
 
 def checkpoints_of(value: Any) -> Checkpoints | None:
-    """Returns the argument `checkpoints` of run() as Checkpoints: a plain path stands for
-    Checkpoints(path)."""
+    """Returns the argument `checkpoints` of run() as Checkpoints. A plain path means Checkpoints(path)."""
     if value is None or isinstance(value, Checkpoints):
         return value
     if isinstance(value, (str, os.PathLike)):

@@ -1,16 +1,16 @@
-"""A checkpoint has two kinds of JSON files: one part per replica of a stage, and the manifest, which makes
-the checkpoint complete.
+"""Writes and reads the JSON files of a checkpoint. A checkpoint has one part per replica of a stage, and a
+manifest, which makes it complete.
 
     checkpoint-000000300/
-        checkpoint.json                       the manifest: position, plan, all parts' files, sizes, checksums
-        stage-0.json                          the part of stage 0, with all state that is not in tensors
+        checkpoint.json                       the manifest: minibatch, plan, and each file's size and checksum
+        stage-0.json                          the JSON of stage 0's part: all state that is not in tensors
         stage-0-version-300.safetensors       one file per weight version that the stage keeps
         stage-0-optimizer.safetensors
-        stage-1-replica-1.json                the part of replica 1 of stage 1
+        stage-1-replica-1.json                the JSON of the part of stage 1's replica 1
 
-Each worker writes the files of its own part, then its part's JSON. A worker that then finds all parts there
-writes the manifest from them. So no worker waits for another. Two workers may write the manifest at the same
-time, but they write the same bytes. A file has a temporary name until it is whole and on the disk.
+Each worker writes the files of its own part, then the part's JSON. A worker that then finds all parts in the
+folder writes the manifest. So no worker waits for another. Two workers may write the manifest at the same
+time, but they write the same bytes. A file has a temporary name until it is complete and on the disk.
 Torch-free; any thread.
 """
 
@@ -61,18 +61,18 @@ _KIND, _PART_KIND, _VERSION = "checkpoint", "checkpoint-part", 1
 _UNFINISHED = ".part"
 _CHUNK_BYTES = 1 << 20
 _Parsed = TypeVar("_Parsed")
-_NOT_FINITE = "not finite"  # {"not finite": "inf"} stands for a float that JSON lacks
+_NOT_FINITE = "not finite"  # {"not finite": "inf"} stands for infinity, which JSON lacks
 
 
 @dataclass(frozen=True)
 class PartFile:
-    """One file of a checkpoint, beside the manifest."""
+    """One file of a checkpoint, other than the manifest."""
 
     name: str
     kind: str
-    """"version", "tied", "frozen", "buffers", "optimizer", "residuals", "tensors" (tensors to which the
-    part's JSON refers), "record" (losses, samples and epochs of earlier minibatches), or "state" (a part's
-    JSON)."""
+    """The kind of content: "version", "tied", "frozen", "buffers", "optimizer", "residuals", "tensors"
+    (tensors to which the part's JSON refers), "record" (losses, samples and epochs of earlier minibatches),
+    or "state" (the part's JSON)."""
     bytes: int
     crc32: str
     """The CRC-32 of the content, in hexadecimal digits."""
@@ -88,7 +88,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class Part:
-    """The files that one stage's replica has written."""
+    """The files of one replica of a stage."""
 
     stage: int
     replica: int
@@ -99,13 +99,13 @@ class Part:
 
     @property
     def newest_weights(self) -> list[PartFile]:
-        """The files with the newest version of all parameters that the stage updates: its unshared
-        parameters, and the shared parameters that it owns."""
+        """The files with the newest version of the parameters that the stage updates. These are its unshared
+        parameters and the shared parameters that it owns."""
         return [*self.newest_of_kind("version"), *self.newest_of_kind("tied")]
 
     def newest_of_kind(self, kind: str) -> list[PartFile]:
-        """Returns the newest file of kind "version" or "tied", in a list. Empty if the stage owns no such
-        parameters."""
+        """Returns a list with the newest file of kind "version" or "tied". The list is empty if the stage
+        owns no such parameters."""
         files = [file for file in self.of_kind(kind) if file.owner in (None, self.stage)]
         return [max(files, key=lambda file: file.version or 0)] if files else []
 
@@ -117,9 +117,9 @@ class Header:
     run: str
     """An id of one start of the run. If the run is started again, its parts get another id."""
     minibatch: int
-    """The checkpoint has the updates of all minibatches before this one, and no later update."""
+    """The checkpoint has the updates of all minibatches before this one, and no other updates."""
     epoch: int | None = field(compare=False)
-    """The epoch of that minibatch. None in the parts of stages that read no data."""
+    """The epoch of minibatch `minibatch`; None in the parts of stages that read no data."""
     plan: Mapping[str, Any]
     schedule: str
     """The schedule's name, or the text of a written program."""
@@ -131,7 +131,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete checkpoint."""
+    """The content of checkpoint.json."""
 
     header: Header
     parts: tuple[Part, ...]
@@ -160,7 +160,7 @@ class _Checksummed:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for begin in range(0, view.nbytes, _CHUNK_BYTES):  # a chunk stays in the cache for both reads
+        for begin in range(0, view.nbytes, _CHUNK_BYTES):  # a chunk stays in the CPU's cache for both reads
             chunk = view[begin : begin + _CHUNK_BYTES]
             self.crc32 = zlib.crc32(chunk, self.crc32)
             self._file.write(chunk)
@@ -181,9 +181,11 @@ def write_whole(
     lasts: bool = True,
 ) -> PartFile:
     """Calls `write` with an open temporary file, and renames the file when it is complete. After a failure no
-    file is left. lasts: whether to wait until the bytes are on the disk before the renaming, so that they
-    survive a crash of the machine."""
-    # The random part makes the temporary names differ if two workers write the same manifest.
+    file is left.
+
+    lasts: whether to wait until the bytes are on the disk before the renaming, so that they survive a crash
+    of the machine."""
+    # The random digits make the temporary names differ if two workers write the same manifest.
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_UNFINISHED}")
     try:
         with unfinished.open("wb") as file:
@@ -200,7 +202,7 @@ def write_whole(
 
 
 def part_name(stage_index: int, replica_index: int) -> str:
-    """Returns the first part of the names of a part's files: "stage-0", or "stage-0-replica-1"."""
+    """Returns the prefix of the names of a part's files: "stage-0", or "stage-0-replica-1"."""
     return f"stage-{stage_index}" + (f"-replica-{replica_index}" if replica_index > 0 else "")
 
 
@@ -228,7 +230,7 @@ def write_part(
 
 
 def write_manifest(folder: Path) -> Manifest | None:
-    """Writes the manifest if all parts of the checkpoint are in the folder. Returns None if one is missing.
+    """Writes the manifest and returns it. Returns None if a part of the checkpoint is missing in the folder.
 
     Raises FileFormatError if the parts come from different runs."""
     manifest = _joined(folder)
@@ -267,7 +269,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_part(path: Path) -> tuple[Header, Part, dict[str, Any]]:
     """Reads a part's JSON. Returns the checkpoint's header, the part, and the state that is not in tensors.
-    Raises as read_manifest() does."""
+    Raises the same errors as read_manifest()."""
     fields = _read(path, _PART_KIND)
 
     def parse() -> tuple[Header, Part, dict[str, Any]]:
@@ -307,8 +309,8 @@ def problems_of(folder: Path, manifest: Manifest, *, checksums: bool = True) -> 
 
 
 def _is_of_its_parts(folder: Path, manifest: Manifest) -> bool:
-    """Whether the manifest agrees with the parts. The parts have checksums, but the manifest has none, so it
-    is compared with the parts."""
+    """Whether the manifest agrees with the parts. The manifest has no checksum, so this comparison shows
+    whether it was changed."""
     try:
         joined = _joined(folder)
     except (FileFormatError, OSError):
@@ -329,7 +331,7 @@ def _hexadecimal(crc32: int) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Writes the folder's names to the disk, if the file system can."""
+    """Waits until the folder's list of files is on the disk, if the file system can do this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -365,7 +367,7 @@ def _told_for(path: Path, parse: Callable[[], _Parsed]) -> _Parsed:
 
 def _header_to_dict(header: Header) -> dict[str, Any]:
     fields = {name: value for name, value in vars(header).items() if name != "parts"}
-    return fields | {"seed": str(header.seed)}  # text, as not every JSON reader has 64-bit integers
+    return fields | {"seed": str(header.seed)}  # text, because some JSON readers lack 64-bit integers
 
 
 def _header_of(fields: Mapping[str, Any], places: Iterable[Any]) -> Header:

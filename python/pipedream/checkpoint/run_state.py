@@ -1,9 +1,9 @@
 """The state of a run that has ended. Another run continues from it: `run(..., state=previous.state)`.
 
-The state has a JSON document, which is the same at all ranks, and the snapshots of the stages. Under torchrun
-each rank has its own snapshots in memory. Local workers write their snapshots into a folder, which the next
-run's workers read. The folder is removed with the state. A process keeps the state of its latest run. Older
-states stay only if the user holds them. Any thread.
+The state has a JSON document, which is the same at all ranks, and one part per rank with the snapshots of the
+rank's stages. Under torchrun each rank has its own part in memory. Local workers write their parts into a
+folder, which the next run's workers read. The folder is removed when the state is freed. A process keeps the
+state of its latest run; older states stay only if the user holds them. Any thread.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class WorkerState:
     snapshots: list[StageSnapshot]
     """One snapshot per stage of the rank; at a spare, the snapshot of its shard."""
     process: dict[str, Any]
-    """The process's random number generators, as JSON."""
+    """The states of the process's random number generators, as JSON."""
     data: dict[str, Any] | None
-    """The generators of the rank's data stream, as JSON. None if the data draw from the process's generators,
-    or have drawn nothing."""
+    """The states of the generators that the rank's data stream draws from, as JSON. None if these are the
+    process's generators, or if the stream has drawn nothing."""
 
     @classmethod
     def of(cls, snapshots: list[StageSnapshot], stream: RngStream | None) -> WorkerState:
@@ -107,8 +107,8 @@ class RunState:
         return f"RunState(after {self.minibatch} minibatches)"
 
     def __reduce__(self) -> Any:
-        """Pickles the state without the parts, because local workers read their parts from the folder. The
-        unpickled copy does not remove the folder."""
+        """Pickles the state without the ranks' parts, because local workers read their parts from the folder.
+        The unpickled copy does not remove the folder."""
         return RunState, (self.document, None, self._folder)
 
     @property
@@ -118,7 +118,7 @@ class RunState:
 
     @property
     def begun_at(self) -> int:
-        """The minibatch before which the pipeline was last empty."""
+        """The pipeline was last empty before this minibatch."""
         return int(self.document["begun_at"])
 
     @property
@@ -137,8 +137,7 @@ class RunState:
 
     @property
     def name(self) -> str:
-        """A name for this state. It is the same at all ranks, and differs from the name of every other
-        state."""
+        """A name that is the same at all ranks and that no other state has."""
         return f"{self.document['name']} after {self.minibatch} minibatches"
 
     def of_rank(self, rank: int) -> WorkerState:
@@ -159,7 +158,7 @@ class RunState:
             stream.go_on_from(RngState.from_document(data))
 
     def seed_data(self) -> None:
-        """Sets the process's generators to the state from which the data of the next run draw."""
+        """Sets the process's generators to the states from which the next run's data draw."""
         generators = self.document["data_generators"]
         if generators is None:
             seed_all(data_seed(self.base_seed))
@@ -191,7 +190,7 @@ class RunState:
 
 
 def _remove_here(pid: int, remove: Callable[[], None]) -> None:
-    """Removes the folder, unless this process is a forked child of the process that owns the folder."""
+    """Calls `remove`, unless this process is a forked child of the process `pid`, which owns the folder."""
     if os.getpid() == pid:
         remove()
 

@@ -1,9 +1,9 @@
-"""The exact state of one replica of a stage at a boundary. From it a run continues as if it had never
+"""The exact state of one replica of a stage at a boundary. A run continues from it as if it had never
 stopped.
 
-At boundary N, which lies before minibatch N, all updates of earlier minibatches are made, and no later
-update. Nothing is pickled: state is tensors and JSON. Optimizers and schedulers also have values that JSON
-lacks, such as tuples and dtypes: encode() turns them into JSON, and decode() back. Plain values in host
+Boundary N lies before minibatch N. There the updates of all earlier minibatches are made, and no others.
+State is tensors and JSON, so nothing is pickled. Optimizers and schedulers have values that JSON lacks, such
+as tuples and dtypes. encode() turns such values into JSON, and decode() turns them back. Plain values in host
 memory; any thread.
 """
 
@@ -31,23 +31,23 @@ class StageSnapshot:
     """The boundary: the first minibatch whose update is not in the snapshot."""
     versions: dict[int, dict[str, Tensor]]
     """version -> {parameter name in the original model: values}, for parameters that only this stage trains.
-    Contains the newest version, and older versions that the first microbatches after the boundary read."""
+    It has the newest version, and the older versions that microbatches after the boundary read."""
     tied: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
     """owner stage -> {version: {parameter name: values}}, for parameters that several stages use. A version
     is the number of the owner's updates."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    """name -> the stage's buffer, with the values that the forward of minibatch `minibatch` finds."""
+    """name -> the stage's buffer at the boundary."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)
-    """ "parameter name / key" -> a tensor of the optimizer's state. A piece of a parameter, as shards have
-    it, is named "name[first:end] / key"."""
+    """ "parameter name / key" -> a tensor of the optimizer's state. A shard may have only a piece of a
+    parameter, whose state is named "name[first:end] / key"."""
     optimizer_document: dict[str, Any] = field(default_factory=dict)
-    """JSON: the rest of the optimizer's state, and its parameter groups."""
+    """JSON with the optimizer's parameter groups, and with the state that is not in tensors."""
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    """ "channel / item / tensor" -> the residual of the codec (links/residuals.py) where this stage sends."""
+    """The codec's residuals at the channels on which this replica sends, as links/residuals.py names them."""
     document: dict[str, Any] = field(default_factory=dict)
-    """JSON: "scheduler", "loss_scaling", "generators" and other state that is not in tensors."""
+    """JSON with "scheduler", "loss_scaling", "generators" and other state that is not in tensors."""
     document_tensors: dict[str, Tensor] = field(default_factory=dict)
-    """name -> a tensor to which the document refers by that name."""
+    """name -> a tensor to which `document` refers by that name."""
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ class StageSnapshot:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors, each by a name that is unique in the snapshot."""
+        """Returns all tensors by names that are unique in the snapshot."""
         kinds: dict[str, Mapping[str, Tensor]] = {kind: getattr(self, kind) for kind in _TENSOR_FIELDS}
         kinds |= {f"version {version}": values for version, values in self.versions.items()}
         for owner, versions in self.tied.items():
@@ -78,8 +78,8 @@ def on_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
 
 
-# encode() writes these values as objects with one of these keys: {"tuple": [...]}. A dict is a "map", because
-# JSON has only text as keys.
+# encode() writes values that JSON lacks as objects with one of these keys, such as {"tuple": [...]}. A dict
+# becomes a "map", because JSON has only text as keys.
 _KINDS = ("tuple", "map", "tensor", "dtype", "complex", "float")
 _SCALARS = (str, bool, int, type(None))
 
@@ -87,8 +87,9 @@ _SCALARS = (str, bool, int, type(None))
 def encode(
     value: Any, name: str, tensors: dict[str, Tensor], to_host: Callable[[Tensor], Tensor] = on_host
 ) -> Any:
-    """Returns the value as JSON. Copies its tensors into `tensors`, by names that begin with `name`; the JSON
-    refers to them by these names. Raises ValueError for a value of any other type."""
+    """Returns the value as JSON. Its tensors are copied into `tensors`, by names that begin with `name`. The
+    JSON refers to them by these names. Raises ValueError for a value that is neither a tensor nor of a type
+    above."""
     if isinstance(value, Tensor):
         tensors[name] = to_host(value)
         return {"tensor": name, "device": value.device.type}
@@ -114,10 +115,9 @@ def encode(
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """Undoes encode(). device: the device for tensors that were not in host memory; None puts these tensors
-    in host memory.
+    """Turns JSON of encode() back into the value. All tensors in the value are copies.
 
-    All tensors in the result are copies, so that it does not share memory with `tensors`."""
+    device: the device for tensors that were not in host memory; None puts them in host memory."""
     if isinstance(value, list):
         return [decode(item, tensors, device) for item in value]
     if not isinstance(value, dict):

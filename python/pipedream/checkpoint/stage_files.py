@@ -1,7 +1,9 @@
 """Writes the tensors of one stage's part of a checkpoint into safetensors files, and reads them back.
 
-Tensors have the names of the original model's parameters and buffers. Nothing is pickled. The worker's writer
-thread (writer.py) writes checkpoints. All other functions run on the calling thread.
+Tensors have the names of the original model's parameters and buffers. Nothing is pickled. A shard may have
+only
+a piece of a parameter: "weight[20:30]" is the piece with the elements 20 to 29 of "weight". The worker's
+writer thread (writer.py) writes checkpoints. All other functions run on any thread.
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ __all__ = [
 ]
 
 NAMES = "names"
-"""The key of the result of names_of_stage() in a part's JSON."""
+"""The key in a part's JSON under which the result of names_of_stage() is stored."""
 RECORD = "record"
-"""The kind of the file with reports of earlier minibatches, such as their losses."""
+"""The kind of the file with losses, samples and epochs of earlier minibatches."""
 
 AVERAGE = " / average"
 """The suffix of a parameter's average (callbacks.EMA) in a file of kind "optimizer"."""
@@ -99,17 +101,17 @@ def contents_of(snapshot: StageSnapshot) -> list[Content]:
 
 
 def state_of(snapshot: StageSnapshot) -> dict[str, Any]:
-    """Returns the part of the snapshot that is not in tensors, for the part's JSON."""
+    """Returns the snapshot's state that is not in tensors, for the part's JSON."""
     return {
         **{name: getattr(snapshot, name) for name in _PLAIN_FIELDS},
-        # A stage that trains nothing has versions too, but no file for them.
+        # The versions are listed, because a stage that trains nothing has versions but no files for them.
         "versions": list(snapshot.versions),
         "tied": {str(owner): list(versions) for owner, versions in snapshot.tied.items()},
     }
 
 
 def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
-    """Reads a part's snapshot, the reverse of contents_of() and state_of(). Its tensors are copies."""
+    """Reads a part's snapshot, whose contents_of() and state_of() were written. Its tensors are copies."""
     state = read_part_state(folder, part.stage, part.replica)
     strides: dict[str, list[int]] = state[_STRIDES]
 
@@ -136,8 +138,8 @@ def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
 
 
 def _with_strides(tensor: Tensor, strides: list[int] | None) -> Tensor:
-    """Returns a copy with these strides. The file does not store strides, and the tensor itself lies in the
-    memory of the mapped file."""
+    """Returns a copy with these strides, because a safetensors file stores no strides. None: the tensor was
+    contiguous."""
     if strides is None:
         return tensor.clone()
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
@@ -169,7 +171,7 @@ def write_stage(
 
 
 def write_snapshot(folder: Path, snapshot: StageSnapshot) -> None:
-    """Writes one snapshot without a checkpoint, for another process of this machine to read."""
+    """Writes one snapshot outside a checkpoint. Another process of this machine reads it."""
     place = (snapshot.stage_index, snapshot.replica_index)
     header = Header("state", snapshot.minibatch, None, {}, "state", 1, 0, (place,))
     write_stage(folder, header, place, contents_of(snapshot), state_of(snapshot), lasts=False)
@@ -191,12 +193,14 @@ def _write_content(path: Path, content: Content, lasts: bool) -> PartFile:
 
 
 def read_kind(folder: Path, files: Iterable[PartFile]) -> dict[str, Tensor]:
-    """Returns the tensors of these files. They share memory with the mapped files: copy them to keep them."""
+    """Returns the tensors of these files. They lie in the memory of the mapped files, so copy them to keep
+    them."""
     return {name: tensor for file in files for name, tensor in saved_values(folder / file.name).items()}
 
 
 def piece_of(name: str, tensor: Tensor, first: int, count: int) -> tuple[str, Tensor]:
-    """Returns `count` elements of a parameter from `first` on, in the order of its memory, and their name."""
+    """Returns the name and the values of a piece: `count` elements from `first` on, in the order of the
+    parameter's memory."""
     return piece_name(name, first, count), flat_view(tensor)[first : first + count]
 
 
@@ -206,14 +210,14 @@ def piece_name(name: str, first: int, count: int) -> str:
 
 
 def piece_in(name: str) -> tuple[str, int, int]:
-    """Undoes piece_name(): returns ("weight", 20, 30) for "weight[20:30]", and ("weight", 0, 0) for
+    """Returns ("weight", 20, 30) for the piece "weight[20:30]", and ("weight", 0, 0) for the whole
     "weight"."""
     match = _PIECE.match(name)
     return (name, 0, 0) if match is None else (match.group(1), int(match.group(2)), int(match.group(3)))
 
 
 def has_pieces(names: Iterable[str]) -> bool:
-    """Whether any of these names is a piece's."""
+    """Whether one of these names is the name of a piece."""
     return any(_PIECE.match(name) for name in names)
 
 
@@ -234,11 +238,12 @@ def join_pieces(tensors: Mapping[str, Tensor], names: Mapping[str, Any]) -> dict
 
 
 def names_of_stage(stage: StageModule, ties: Sequence[Tie]) -> dict[str, Any]:
-    """Returns facts about the stage's names, for readers that have no model. Call it before the stage trains.
+    """Returns facts about the names of the stage's tensors, for readers of the files that have no model. Call
+    it before the stage trains.
 
     aliases: {further name of a tensor in a state_dict: its name in the files}.
     tied: {parameter that another stage owns: [owner stage, its name there]}.
-    not_saved: buffers that no state_dict has.
+    not_saved: names of buffers that no state_dict has.
     layouts: {trained parameter: [shape, strides]}.
     """
     held = (*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers())

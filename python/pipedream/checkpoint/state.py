@@ -1,7 +1,8 @@
-"""Sends a stage's parameters and buffers from rank to rank, and writes them to a file and reads them.
+"""Sends a stage's parameters and buffers from rank to rank, writes them into safetensors files, and reads
+them.
 
 Name, dtype and shape are sent with each tensor. The receiver cannot know them, because layers may make or
-resize buffers in their first forward. Owned by the calling thread.
+resize buffers in their first forward. Any thread, but one at a time for each stage and core.
 """
 
 from __future__ import annotations
@@ -88,11 +89,12 @@ def send_values(core: _core.Worker, channel: str, values: Mapping[str, Tensor]) 
     described = [[name, dtype_name(value.dtype), list(value.shape)] for name, value in values.items()]
     send_document(core, channel, described)
     send_tensors(core, channel, list(values.values()))
-    core.wait_until_sent(channel)  # the core reads the tensors in place, and the next forward changes buffers
+    # The core reads the tensors in place, so they must be sent before the next forward changes buffers.
+    core.wait_until_sent(channel)
 
 
 def receive_values(core: _core.Worker, channel: str) -> dict[str, Tensor]:
-    """Receives what send_state() or send_values() sent, as new tensors."""
+    """Receives the tensors that send_state() or send_values() sent. Returns new tensors."""
     values: dict[str, Tensor] = {}
     for name, dtype, shape in receive_document(core, channel):
         values[name] = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -103,13 +105,13 @@ def receive_values(core: _core.Worker, channel: str) -> dict[str, Tensor]:
 def average_buffers(stage: StageModule, of_others: Sequence[Mapping[str, Tensor]]) -> None:
     """Replaces the stage's floating-point buffers by their means over the stage's replicas.
 
-    A buffer stays as it is if all replicas have equal values, or if their shapes differ. of_others: the other
-    replicas' buffers by name."""
+    A buffer stays as it is if all replicas have equal values, if a replica lacks it, or if shapes or dtypes
+    differ. of_others: the other replicas' buffers by name."""
     set_state(stage, mean_buffers(dict(stage.stage_buffers()), of_others))
 
 
 def mean_buffers(mine: Mapping[str, Tensor], of_others: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the means of the buffers that average_buffers() changes, by name."""
+    """Returns the means that average_buffers() sets, by name. mine: this replica's buffers."""
     means: dict[str, Tensor] = {}
     for name, buffer in mine.items():
         others = [values[name] for values in of_others if name in values]
@@ -130,7 +132,7 @@ def _mean(values: Sequence[Tensor]) -> Tensor:
 
 
 def relay_state(core: _core.Worker, source: str, sink: str) -> None:
-    """Receives the tensors of send_state(), and sends them on. This rank does not use them."""
+    """Receives the tensors that send_state() sent, and sends them on to another rank."""
     described = relay_document(core, source, sink)
     sizes = (math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in described)
     relay_tensors(core, source, sink, sizes)
@@ -143,7 +145,8 @@ def save_state(
     names: Collection[str] | None = None,
     only_buffers: bool = False,
 ) -> None:
-    """Writes the stage into a safetensors file. An existing file keeps its disk space and is written over.
+    """Writes the stage into a safetensors file. An existing file is overwritten, so that disk space reserved
+    for it stays reserved.
 
     names: the tensors to save; None saves all. After a failure no file is left."""
     of_stage = _state_of(stage, only_buffers)
@@ -159,15 +162,15 @@ def save_state(
 
 
 def state_bytes(stage: StageModule, *, only_buffers: bool = False) -> int:
-    """The most bytes that save_state() writes, unless a tensor grows."""
+    """Returns the most bytes that save_state() writes, unless a tensor grows."""
     state = _state_of(stage, only_buffers)
     # 256 bytes are enough for a tensor's other fields in the header.
     return 1024 + sum(len(name.encode()) * 2 + 256 + tensor.nbytes for name, tensor in state.items())
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Writable) -> None:
-    """Writes a safetensors file. Only one tensor at a time is copied to the host. The safetensors library's
-    own function would first free the disk space that was reserved for the file."""
+    """Writes a safetensors file. Only one tensor at a time is copied to the host. safetensors' own function
+    is not used, because it would first free the disk space that was reserved for the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Tensors with the widest elements come first, so that each begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: (-_width_of(item[1]), item[0]))
@@ -190,7 +193,7 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Writable) -> None:
 
 
 def _width_of(tensor: Tensor) -> int:
-    """Bytes of one stored number of the tensor. A complex number is stored as two numbers."""
+    """Returns the bytes of one number in the file. A complex number is stored as two numbers."""
     return tensor.element_size() // (2 if tensor.is_complex() else 1)
 
 
@@ -212,13 +215,13 @@ def saved_values(path: str | os.PathLike[str], names: Collection[str] | None = N
 
 
 def set_state(stage: StageModule, values: Mapping[str, Tensor]) -> None:
-    """Sets the stage's parameters and buffers of these names."""
+    """Sets the parameters and buffers of the stage that `values` names."""
     known = _state_of(stage)
     for name, value in values.items():
         mine = known.get(name)
         if mine is not None and mine.shape == value.shape and mine.dtype == value.dtype:
             with torch.no_grad():
-                mine.copy_(value)  # in place: the user may hold the tensor
+                mine.copy_(value)  # in place, because the user may hold the tensor
         else:
             stage.set_buffer(name, value.to(device_of([stage]) if mine is None else mine.device))
 

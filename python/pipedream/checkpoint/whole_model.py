@@ -38,8 +38,8 @@ _SAFETENSORS = ".safetensors"
 
 @dataclass(frozen=True)
 class WholeState:
-    """The state of the whole model, by full names. A tensor with several names is stored under each of its
-    names."""
+    """The state of the whole model, by full names. A tensor with several names is in the dict under each of
+    them."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -83,7 +83,7 @@ def _load_buffer(module: nn.Module, name: str, saved: Tensor) -> None:
     buffer = module._buffers.get(name)
     if buffer is not None and buffer.shape == saved.shape and buffer.dtype == saved.dtype:
         with torch.no_grad():
-            buffer.copy_(saved)  # in place: the user may hold the tensor
+            buffer.copy_(saved)  # in place, because the user may hold the tensor
     else:
         known = [buffer, *module.parameters(), *module.buffers()]
         device = next((tensor.device for tensor in known if tensor is not None), saved.device)
@@ -93,8 +93,9 @@ def _load_buffer(module: nn.Module, name: str, saved: Tensor) -> None:
 def check_fits(
     checkpoint: Path, parameters: Mapping[str, Tensor], roots: Sequence[tuple[str, nn.Module]]
 ) -> None:
-    """Raises ValueError that names the first parameter with another dtype or shape in the checkpoint, or that
-    only the model or only the checkpoint has. roots: from layers.roots_of()."""
+    """Raises ValueError if model and checkpoint do not have the same parameters with the same dtypes and
+    shapes. The error names the first parameter that differs. roots: the model's modules, from
+    layers.roots_of()."""
     own = {
         prefix + name: parameter
         for prefix, root in roots
@@ -123,8 +124,9 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Writes the state_dict of the whole model into one file.
 
-    The format follows from the output's suffix: .safetensors, or .pt and .pth for torch.save(). ema: writes
-    the averages of callbacks.EMA in place of the trained weights. Returns facts about the written file.
+    The output's suffix chooses the format: .safetensors, or .pt and .pth for torch.save(). ema: whether to
+    write the averages of callbacks.EMA instead of the trained weights. Returns facts about the written file.
+    Raises ValueError for another suffix, if there is no whole checkpoint, or if it has no averages.
     """
     target = Path(output)
     if target.suffix not in (_SAFETENSORS, *_STATE_DICT_SUFFIXES):
@@ -179,7 +181,7 @@ def read_averages(checkpoint: Path, manifest: Manifest) -> tuple[dict[str, Tenso
 
 
 def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool = False) -> WholeState:
-    """Reads the state of all stages. persistent: leaves out the buffers that no state_dict has."""
+    """Reads the state of all stages. persistent: whether to leave out the buffers that no state_dict has."""
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     known_as: dict[str, str] = {}  # another name -> the name with the value
@@ -195,15 +197,15 @@ def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool =
 
 
 def _stages_of(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[list[Part], dict[str, Any]]]:
-    """Yields for each stage its replicas' parts, and its names_of_stage()."""
+    """Yields the replicas' parts and the names_of_stage() of each stage."""
     for stage_index, parts in itertools.groupby(manifest.parts, lambda part: part.stage):
         yield [*parts], read_part_state(checkpoint, stage_index)[NAMES]
 
 
 def _known_as(names: Mapping[str, Any]) -> dict[str, str]:
-    """Returns {another name of a tensor: the name under which its value is stored}. names: from
+    """Returns {further name of a tensor: the name under which its value is stored}. names: from
     names_of_stage()."""
-    # A module that was cut has a shared parameter under the same name in both stages.
+    # Both stages of a traced model know a shared parameter by the same name, which needs no entry.
     tied = {name: known for name, (_, known) in names["tied"].items() if known != name}
     aliases: dict[str, str] = names["aliases"]
     return tied | aliases
@@ -220,16 +222,14 @@ def _with_all_names(tensors: dict[str, Tensor], known_as: Mapping[str, str]) -> 
 
 
 def _newest_of(checkpoint: Path, parts: Sequence[Part], names: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns a stage's newest weights from its replicas' parts.
-
-    If the replicas have shards, joins the shards. If each replica has all weights, takes the means over the
-    replicas, because with sync_every their weights differ."""
+    """Returns a stage's newest weights from its replicas' parts. Joins the shards if the replicas have
+    shards. Otherwise takes the means over the replicas, because with sync_every their weights differ."""
     of_parts = [read_kind(checkpoint, part.newest_weights) for part in parts]
     found = {name: tensor for of_part in of_parts for name, tensor in of_part.items()}
     return join_pieces(found, names) if has_pieces(found) else _mean_of(of_parts)
 
 
 def _mean_of(of_replicas: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the first replica's tensors, with the means over all replicas where they differ."""
+    """Returns the first replica's tensors. Those that differ between replicas are replaced by their means."""
     mine, *others = of_replicas
     return mine | mean_buffers(mine, others)

@@ -1,12 +1,13 @@
 """A worker's checkpoint writer copies a stage's state in memory. A separate thread writes the copy to disk.
 
     compute thread    ... B299 U299 | copy | F300 B300 ...
-    writer thread                         tensors, part; manifest if all parts are there; remove old ones
+    writer thread                           1 write tensors   2 write the part's JSON   3 if all parts are
+                                            there, write the manifest and remove old checkpoints
 
 Training stalls only while the state is copied. The memory for the copies is allocated before the first
-minibatch, and holds one copy per stage. If the next checkpoint is due before the last one is written, the
-copy waits until it is written. If a checkpoint cannot be written, the writer logs a warning and the training
-goes on.
+minibatch, and has room for one copy per stage. If the next checkpoint is due before the last one is written,
+the compute thread waits. If a checkpoint cannot be written, the writer logs a warning and the training goes
+on.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class CopyMemory:
         self._used_bytes = 0
         self._beside_bytes = 0
         self.peak_bytes = 0
-        """The most bytes in use. Includes separate memory for tensors that did not fit, because a buffer had
-        grown."""
+        """The most bytes in use. They include separate memory for tensors that do not fit. This happens if a
+        buffer has grown."""
 
     def clear(self) -> None:
         self._used_bytes = self._beside_bytes = 0
@@ -73,7 +74,7 @@ class CopyMemory:
 
     @staticmethod
     def bytes_beside(num_tensors: int) -> int:
-        """Returns the most bytes that alignment leaves unused between num_tensors copies."""
+        """Returns the most bytes that alignment leaves unused beside num_tensors copies."""
         return num_tensors * _ALIGNMENT_BYTES
 
 
@@ -83,11 +84,11 @@ class Figures:
 
     num_copied: int = 0
     stall_ns: int = 0
-    """The compute thread's time for copying, and for waiting until the last copy was written."""
+    """Nanoseconds in which the compute thread copied, or waited until the last copy was written."""
     num_written: int = 0
-    """Parts that were written. Failed parts do not count."""
+    """The number of parts that were written. Failed parts do not count."""
     write_ns: int = 0
-    """The writer thread's time for all parts."""
+    """Nanoseconds in which the writer thread wrote parts."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ class CheckpointWriter:
         memory: Mapping[int, Tensor],
         on_complete: Callable[[Path], None] = lambda checkpoint: None,
     ) -> None:
-        """memory: for each stage the memory of its CopyMemory. on_complete: called on the writer thread with
-        each checkpoint that this worker has completed."""
+        """memory: a flat uint8 host tensor for each stage's copy. on_complete: called on the writer thread
+        with each checkpoint that this worker has completed."""
         self._path = path
         self._keep = keep
         self._memory = {stage: CopyMemory(of_stage) for stage, of_stage in memory.items()}
@@ -130,8 +131,8 @@ class CheckpointWriter:
         contents: Sequence[Content],
         state: Mapping[str, Any],
     ) -> None:
-        """Copies the contents; the writer thread then writes them. place: (stage, replica). Called on the
-        compute thread, which may change the tensors as soon as this returns."""
+        """Copies the contents, which the writer thread then writes. Call it on the compute thread, which may
+        change the tensors as soon as this returns. place: (stage, replica)."""
         began_ns = time.perf_counter_ns()
         stage_index, _ = place
         is_free, memory = self._is_free[stage_index], self._memory[stage_index]
@@ -140,7 +141,7 @@ class CheckpointWriter:
         memory.clear()
         copied = [
             content if content.kind == FROZEN else replace(content, tensors=memory.copies(content.tensors))
-            for content in contents  # nobody changes what is frozen
+            for content in contents  # frozen parameters need no copy, because nobody changes them
         ]
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pipedream-checkpoints", daemon=True)
@@ -177,15 +178,15 @@ class CheckpointWriter:
         job.folder.mkdir(parents=True, exist_ok=True)
         write_stage(job.folder, job.header, job.place, job.contents, job.state)
         for checkpoint in checkpoints_in(self._path):
-            # _completes() also checks earlier checkpoints, because a network file system may have shown their
-            # last parts late.
+            # Earlier checkpoints are tried again, because a network file system may show their last parts
+            # late.
             if _completes(checkpoint):
                 remove_old(self._path, self._keep)
                 self._on_complete(checkpoint)
 
     def _tell(self, job: _Job, error: Exception) -> None:
-        """Logs that a checkpoint could not be written, and removes this part's files to free the disk. The
-        files stay if the part is complete, because another worker may have completed the checkpoint with
+        """Logs that a checkpoint could not be written, and removes this part's files to free the disk. If the
+        part is complete, its files stay, because another worker may have completed the checkpoint with
         them."""
         part = part_name(*job.place)
         with contextlib.suppress(OSError):
@@ -207,4 +208,4 @@ def _completes(checkpoint: Path) -> bool:
     except FileNotFoundError:
         if checkpoint.exists():
             raise
-        return False  # another worker has removed this old checkpoint meanwhile
+        return False  # another worker has removed this old checkpoint
