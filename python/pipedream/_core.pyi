@@ -784,9 +784,9 @@ class Worker:
     def hold_slot(self, term: str) -> Any:
         """Returns a flat uint8 tensor over a slot of the term."""
     def residuals(self, channel: str) -> list[list[Any]]:
-        """Returns the values that a sending channel's codec has not sent yet, as flat uint8 tensors. Items use
-        the lists in turn; a list has one tensor for each tensor of an item. Call it after seal(), before the
-        first item or when all items are sent."""
+        """Returns the values that a sending channel's codec has not sent yet, as flat uint8 tensors. Items
+        use the lists in turn; a list has one tensor for each tensor of an item. Call it after seal(), before
+        the first item or when all items are sent."""
     def start(
         self,
         *,
