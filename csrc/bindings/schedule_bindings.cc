@@ -152,11 +152,12 @@ void bind_options(py::module_& module) {
       .def_readonly("staleness", &ScheduleOptions::staleness)
       .def_readonly("uses_allreduce", &ScheduleOptions::uses_allreduce)
       .def_readonly("asynchronous", &ScheduleOptions::asynchronous)
-      .def_property_readonly(
-          "program",
-          [](const ScheduleOptions& options) {
-            return std::const_pointer_cast<ListedProgram>(options.program);  // Python cannot change it
-          })
+      .def_property_readonly("program",
+                             [](const ScheduleOptions& options) {
+                               // pybind11 cannot hold a pointer to const. Python has no way to change the
+                               // program.
+                               return std::const_pointer_cast<ListedProgram>(options.program);
+                             })
       .def_property_readonly("rules", &rules_of)
       .def_readonly("evaluates", &ScheduleOptions::evaluates)
       .def_property_readonly("num_stages", &num_stages)

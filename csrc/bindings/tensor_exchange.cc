@@ -327,7 +327,7 @@ py::object TensorExchange::lend(const TensorView& tensor, DeviceType device, int
   if (table_->managed_tensor_to_py_object_no_sync(&exported->managed, &object) != 0) {
     throw py::error_already_set();
   }
-  static_cast<void>(exported.release());  // the framework's now
+  static_cast<void>(exported.release());  // the framework owns it now
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 

@@ -368,7 +368,7 @@ class PyWorker {
   }
 
   py::object hand_out(WorkItem work, std::optional<SlotIndex> freed) {
-    worker_->engine().collect_released();   // with the GIL
+    worker_->engine().collect_released();   // with the GIL, because this drops Python's tensors
     doing_ = work.opcode.value_or(doing_);  // DONE has no opcode, and is never completed
 
     on_device_ = work.on_device;

@@ -128,7 +128,7 @@ bool ReceiveChannel::is_awaited(const std::byte* place) const {
 bool ReceiveChannel::note_release() { return !grant_scheduled_.exchange(true); }
 
 void ReceiveChannel::grant_free_slots() {
-  grant_scheduled_.store(false);  // before looking: slots released later schedule this again
+  grant_scheduled_.store(false);  // cleared before looking: slots released later schedule this again
   on_device([this] {
     while (!failed_ && grant_slot()) {
     }
@@ -139,8 +139,8 @@ void ReceiveChannel::grant_free_slots() {
 // Grants one slot. False when there is nothing to grant.
 bool ReceiveChannel::grant_slot() {
   if (takes_posts() && !has_post_to_grant()) return false;
-  if (num_granted_.fetch_add(1) <
-      kNumGrantsMax) {  // counted before the slot is leased, because all_slots_held() reads both
+  // Counted before the slot is leased, because all_slots_held() reads both.
+  if (num_granted_.fetch_add(1) < kNumGrantsMax) {
     if (auto slot = slots_.try_lease()) {
       ReceivedSlot& received = received_slots_->at(static_cast<std::size_t>(slot->slot().value()));
       received.slot = std::move(*slot);

@@ -187,8 +187,8 @@ class ReceiveChannel final : public LinkHandler {
   // Used by the thread that drives: the item being received.
   std::optional<ReceivedItem> current_;
   std::uint16_t current_slot_ = 0;
-  std::size_t tensor_index_ = 0;    // being received
-  std::size_t tensor_offset_ = 0;   // bytes of it that have arrived
+  std::size_t tensor_index_ = 0;    // of the tensor that is being received
+  std::size_t tensor_offset_ = 0;   // bytes of this tensor that have arrived
   std::size_t num_item_bytes_ = 0;  // bytes of the item so far
   std::size_t num_first_bytes_ = 0;
   std::int64_t arrived_ns_ = 0;        // when the first chunk was noticed

@@ -74,12 +74,12 @@ struct ReceivedSlot {
   [[nodiscard]] bool has_readers() const;  // kernels that still read the slot
 
   ReceiverAccess* receiver = nullptr;
-  bool awaits_item = false;          // leased, and no item has begun; for the thread that drives
+  bool awaits_item = false;          // whether it is leased and no item has begun; for the thread that drives
   std::byte* data = nullptr;         // where the item lands: the slot's memory or the posted place
   std::size_t num_posted_bytes = 0;  // 0: no place was posted
   std::atomic<int> num_holders{0};
   Lease slot;
-  Lease staging;                    // invalid when it was not staged
+  Lease staging;                    // invalid if the item is not staged
   std::vector<TensorView> tensors;  // capacity for all tensors is reserved
   std::unique_ptr<Event> ready;     // recorded after the copies; null when nothing is staged
 
@@ -117,7 +117,7 @@ struct ReceivedItem {
   ~ReceivedItem();
 
   bool is_end = false;
-  std::int64_t num_minibatches = 0;  // is_end
+  std::int64_t num_minibatches = 0;  // of the run; set with is_end
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
   ItemFields fields{};

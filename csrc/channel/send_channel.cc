@@ -113,7 +113,7 @@ bool SendChannel::wait_for_room(Deadline deadline) {
 bool SendChannel::wait_until_sent(Deadline deadline) { return wait_until_fewer(1, deadline); }
 
 bool SendChannel::wait_until_fewer(std::size_t num_items, Deadline deadline) {
-  waiting_for_release_.store(true);  // before looking, so that a later release wakes this thread
+  waiting_for_release_.store(true);  // set before looking, so that a later release wakes this thread
   const bool fewer = wakeup_.wait_until(deadline, [&] { return num_unreleased() < num_items; });
   waiting_for_release_.store(false);
   return fewer;
@@ -141,7 +141,7 @@ void SendChannel::schedule_pump() {
 
 // Starts the items that have a slot, copies the started ones, and sends frames for the copied chunks.
 void SendChannel::pump() {
-  pump_scheduled_.store(false);  // before looking at the queue: later items schedule pump() again
+  pump_scheduled_.store(false);  // cleared before looking at the queue: later items schedule pump() again
   if (failed_) return fail_queued();
   if (peer_left_ && has_unsent_tensors()) return on_closed(*link_.load());
   const bool works = wakeup_.try_on_device(options_.name, [this] {

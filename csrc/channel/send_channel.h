@@ -54,8 +54,8 @@ inline constexpr std::size_t kUsualChunkBytes = std::size_t{1} << 20;
 struct ChannelOptions {
   std::string name;  // for errors: "activations of stage 0 to stage 1"
   ItemSpec item;
-  std::size_t chunk_bytes =
-      0;  // the sender's chunk size; 0: kUsualChunkBytes, or kPlacedChunkBytes for placed items
+  // The sender's chunk size. 0 stands for kUsualChunkBytes, or kPlacedChunkBytes for placed items.
+  std::size_t chunk_bytes = 0;
   std::size_t num_items_max = 16;  // sender: items that may wait or be on the wire at once
   // The numbers of the microbatches that the channel carries, counted through the whole run: first_microbatch
   // and every microbatch_stride-th number after it, for instance 1, 3, 5 with 1 and 2. With a stride of 0
@@ -64,7 +64,7 @@ struct ChannelOptions {
   std::int64_t microbatch_stride = 1;
   std::int64_t num_microbatches = 1;   // per minibatch
   Codec codec{};                       // applied to float tensors only
-  std::size_t num_transfers_kept = 0;  // the newest items whose times each end keeps
+  std::size_t num_transfers_kept = 0;  // how many of the newest items each end keeps the times of
   // The most places that the receiver may have posted and not yet granted; 0 if its items land in slots and
   // not in posted places.
   std::size_t num_posts_max = 0;
@@ -85,7 +85,7 @@ class SendChannel final : public LinkHandler {
   // All outlive the channel.
   SendChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
               SlotGroup* staging, SlotGroup* residual = nullptr, SlotGroup* encoded = nullptr);
-  ~SendChannel() override;  // the transport has been shut down
+  ~SendChannel() override;  // called after the transport's shutdown
 
   // Maps and claims `memory`, which has the receiver's slots: from now on items are written there. Called
   // before there is a link. If the wire cannot read device memory and there is no staging buffer, this call
@@ -138,7 +138,7 @@ class SendChannel final : public LinkHandler {
                                                 std::span<const std::byte> payload) override;
   void on_failed(Link& link, const Failure& failure) override;
   void on_closed(Link& link) override;
-  [[nodiscard]] bool is_quick() const override { return true; }  // credits
+  [[nodiscard]] bool is_quick() const override { return true; }  // credits are small and quickly handled
 
  private:
   // The chunk size of placed tensors. The receiver does not copy placed tensors, so small chunks gain nothing

@@ -66,7 +66,7 @@ struct SendItem {
   bool is_placed = false;  // the sender writes the tensors into the receiver's memory
   std::size_t chunk_bytes = 0;
   std::size_t num_chunks = 0;
-  std::uint16_t slot = 0;  // of the receiver
+  std::uint16_t slot = 0;  // the receiver's slot
   PostedRange posted;      // the place that the receiver has posted for the slot, if any
   Lease staging;  // the staging buffer; invalid when the item is placed or the wire reads the tensors
   std::byte* copy = nullptr;  // the start of the copy, in the slot or in staging; null when nothing is copied

@@ -17,7 +17,7 @@ struct SentTransfer {
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
   std::uint64_t wire_bytes = 0;  // the item's tensors, encoded if the channel has a codec
-  std::int64_t queued_ns = 0;    // send()
+  std::int64_t queued_ns = 0;    // send() was called
   std::int64_t started_ns = 0;   // the item got a slot of the receiver
   std::int64_t copied_ns = 0;    // the last chunk was copied to staging or to the receiver; 0: no copy
   std::int64_t framed_ns = 0;    // the first chunk was given to the link

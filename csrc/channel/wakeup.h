@@ -84,7 +84,7 @@ class Wakeup {
       bool drove = false;
       {
         lock.unlock();
-        const ScopeExit has_waited([&] {  // also when a device's error is thrown
+        const ScopeExit has_waited([&] {  // runs also when a device's error is thrown
           lock.lock();
           waiter_drives_ = false;
         });
@@ -157,7 +157,7 @@ class Wakeup {
   Transport* transport_ = nullptr;
   std::atomic<bool> has_deferred_{false};
   std::atomic<std::thread::id> item_thread_{};  // default id: no thread is within a work item
-  Transport* posted_to_ = nullptr;              // where that thread has posted during its work item, or null
+  Transport* posted_to_ = nullptr;              // where item_thread_ has posted within its work item, or null
 };
 
 }  // namespace pipedream

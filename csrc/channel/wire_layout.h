@@ -46,7 +46,7 @@ class WireLayout {
   std::vector<Codec> codecs_;
   std::size_t num_elements_max_ = 0;
   ItemSpec wire_;      // bytes_max: the tensor's bytes on the wire
-  ItemSpec residual_;  // bytes_max: the tensor's residual
+  ItemSpec residual_;  // bytes_max: the bytes of the tensor's residual
 };
 
 }  // namespace pipedream

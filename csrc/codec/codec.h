@@ -65,8 +65,8 @@ struct CodecWork {
   DType dtype = DType::kFloat32;
   std::size_t num_elements = 0;
   std::byte* values = nullptr;    // read by encode, written by decode
-  std::byte* encoded = nullptr;   // encoded_bytes(); written by encode, read by decode
-  std::byte* residual = nullptr;  // topk, encode: residual_bytes(), zero at first; otherwise null
+  std::byte* encoded = nullptr;   // encoded_bytes() long; written by encode, read by decode
+  std::byte* residual = nullptr;  // residual_bytes() long, zero at first; null unless topk encodes
 };
 
 // Encodes the values. topk treats a NaN as large as infinity. Vectorised; allocates nothing.

@@ -110,12 +110,12 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
 // The sample changes the speed, not the elements that are chosen. A list entry has an element's position and
 // its rough magnitude, so few elements are read a second time.
 
-constexpr std::size_t kChunkElements =
-    1024;  // elements added and then listed at a time, so that they stay in the nearest cache
-constexpr std::size_t kGroupElements =
-    8;  // elements listed at a time; a group may write behind the list's last entry
-constexpr std::size_t kListEntries =
-    4096;  // entries of the list on the stack, for encoded bytes too few for a list
+// Elements that are added and then listed at a time, so that they stay in the nearest cache.
+constexpr std::size_t kChunkElements = 1024;
+// Elements that are listed at a time. A group may write behind the list's last entry.
+constexpr std::size_t kGroupElements = 8;
+// Entries of the list on the stack, which is used if the encoded bytes have room for fewer.
+constexpr std::size_t kListEntries = 4096;
 constexpr std::size_t kFreeEntriesMin = kChunkElements + kGroupElements;
 constexpr int kEntryBits = 32;
 constexpr int kPositionBitsMin = 16;
@@ -238,8 +238,8 @@ void list_chunk(const Number* residual, std::size_t first, std::size_t count, Li
 // a key need not wait for that of an equal key before it.
 struct Histogram {
   static constexpr std::size_t kNumCounters = 4;
-  std::uint32_t counts[kNumCounters][kTopKBuckets + 1] =
-      {};  // the last bucket counts keys that are in no bucket
+  // The last bucket counts the keys that are in no bucket.
+  std::uint32_t counts[kNumCounters][kTopKBuckets + 1] = {};
   std::size_t num_keys = 0;
 
   void add(std::size_t bucket) { ++counts[num_keys++ % kNumCounters][bucket]; }

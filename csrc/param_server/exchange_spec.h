@@ -39,7 +39,7 @@ struct ExchangeChunk {
 // A shard. Its chunks are listed in the order in which they are sent.
 struct ExchangeShard {
   std::vector<ExchangeChunk> chunks;
-  DType push_dtype = DType::kUInt8;  // of its gradients on the wire
+  DType push_dtype = DType::kUInt8;  // the dtype of its gradients on the wire
 };
 
 // Another owner of shards, and the names of the channels that join this owner to it. A name is empty if there
@@ -58,7 +58,7 @@ struct ExchangePeer {
 struct ExchangeSpec {
   Rounds rounds;
   ReplicaIndex replica;               // this owner
-  std::vector<ExchangeChunk> chunks;  // of its shard, in the order in which they are sent
+  std::vector<ExchangeChunk> chunks;  // of this owner's shard, in the order in which they are sent
   std::map<ReplicaIndex, ExchangePeer> peers;
   std::vector<std::byte*> own_slots;             // memory of the stage's version slots
   std::map<WeightVersion, SlotIndex> slot_of{};  // versions at the start; empty: one version, in slot 0
@@ -66,7 +66,7 @@ struct ExchangeSpec {
   std::vector<std::byte*> push_slots;  // zeroed memory of PushLayout::slot_bytes(); a round uses one of them
   Codec push_codec{};
   bool keeps_gradients = false;  // the optimizer may keep received gradients, so no mean overwrites them
-  bool on_host = true;           // means of float32 and float64 are made here
+  bool on_host = true;           // whether the tensors are in host memory, where this exchange makes means
   // Whether this owner sends another replica the chunks of a new version only after it has sent that replica
   // all pushed chunks. All channels of a link get equal parts of the bandwidth. So versions would slow down
   // the pushes to spares, although everybody waits longest for the spares' shards.

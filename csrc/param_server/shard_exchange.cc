@@ -46,7 +46,7 @@ Result<bool> ShardExchange::push_factors(const std::vector<TensorView>& factors,
 void ShardExchange::end_push(std::int64_t round, std::int64_t num_summed) {
   num_pushed_ = round + 1;
   std::vector<Gradient> gradients = pushes_.end_round();
-  if (spec_.rounds.asynchronous) return;  // the owner updates itself
+  if (spec_.rounds.asynchronous) return;  // the worker applies its own gradients
   own_of_rounds_[round] = std::make_shared<OwnGradients>(OwnGradients{std::move(gradients), num_summed});
 }
 

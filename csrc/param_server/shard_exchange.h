@@ -104,7 +104,7 @@ class ShardExchange {
   // An update calls the following functions, in this order.
   struct RoundGradients {
     std::int64_t num_minibatches = 0;                           // the mean's divisor
-    std::vector<std::pair<ReplicaIndex, CarriedItem>> factors;  // of the others
+    std::vector<std::pair<ReplicaIndex, CarriedItem>> factors;  // from the other replicas
   };
   [[nodiscard]] RoundGradients begin_update(std::int64_t round);
   // Waits until this owner's shard in the slot is sent to all replicas, so that the slot may be overwritten.
@@ -170,15 +170,16 @@ class ShardExchange {
   std::int64_t num_minibatches_ = 0;
   std::shared_ptr<OwnGradients> own_;  // null: this owner has no minibatch in the round
   SlotIndex write_slot_;
-  std::map<ReplicaIndex, std::vector<TensorView>> held_;  // chunks still to be sent, in order
-  bool is_held_ = false;                                  // whether the chunk being published is in held_
+  // The chunks of the new version that are not sent yet, in order.
+  std::map<ReplicaIndex, std::vector<TensorView>> held_;
+  bool is_held_ = false;  // whether the chunk being published is in held_
 
   // Versions.
   WeightVersion newest_;
   std::map<WeightVersion, SlotIndex> slot_of_;  // versions in the slots
-  std::optional<SlotIndex> posted_slot_;        // for the next version
+  std::optional<SlotIndex> posted_slot_;        // the slot whose places are posted for the next version
   std::map<ReplicaIndex, WeightVersion> newest_pulled_;
-  std::size_t num_chunks_pulled_ = 0;  // of the version that is being pulled
+  std::size_t num_chunks_pulled_ = 0;  // chunks of the version that is being pulled
   Contained contained_;
 };
 

@@ -82,8 +82,8 @@ class ShardPushes {
   PushLayout layout_;
   const std::vector<std::byte*> slots_;
   std::vector<Receiver> receivers_;
-  std::vector<std::vector<std::byte>> flags_;   // as they are in each slot
-  std::size_t slot_index_ = 0;                  // of the round
+  std::vector<std::vector<std::byte>> flags_;   // the flags that each push slot has now
+  std::size_t slot_index_ = 0;                  // the push slot of this round
   std::vector<std::optional<Gradient>> given_;  // by parameter
   std::vector<TensorView> item_;
 };

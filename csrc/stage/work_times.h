@@ -35,8 +35,8 @@ inline constexpr std::int64_t kComputedLater = -1;
 struct EngineTotals {
   std::int64_t num_work_items = 0;
   std::int64_t wait_ns = 0;     // blocked until the input was there
-  std::int64_t compute_ns = 0;  // reported with the completions
-  std::int64_t elapsed_ns = 0;  // first ask to last completion
+  std::int64_t compute_ns = 0;  // as the completions reported it
+  std::int64_t elapsed_ns = 0;  // from the first ask() to the last completion
 };
 
 class WorkTimes {
@@ -67,7 +67,7 @@ class WorkTimes {
   std::int64_t wait_ns_ = 0;
   std::int64_t started_ns_ = 0;
   std::uint64_t num_told_ = 0;         // items whose times add_compute() has set
-  std::int64_t compute_ended_ns_ = 0;  // of the last of these
+  std::int64_t compute_ended_ns_ = 0;  // when the device ended the last of these items
   NewestLog<Span> spans_;
   EngineTotals totals_;
   std::atomic<std::uint64_t> num_completed_{0};

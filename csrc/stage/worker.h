@@ -184,7 +184,7 @@ class Worker {
     SlotGroup* residual = nullptr;
     SlotGroup* encoded = nullptr;
     std::unique_ptr<SendChannel> channel;
-    std::atomic<Link*> link{nullptr};  // abort() may come from any thread
+    std::atomic<Link*> link{nullptr};  // atomic, because abort() may be called on any thread
     std::int64_t num_items_sent = 0;
   };
   struct Receiver {
@@ -192,9 +192,10 @@ class Worker {
     SlotGroup* slots = nullptr;
     SlotGroup* staging = nullptr;
     SlotGroup* encoded = nullptr;
-    SharedMemory* shared = nullptr;  // has the slots that the wire writes; the pool owns it; null if private
+    SharedMemory* shared = nullptr;  // the memory with the slots that the wire writes; the pool owns it; null
+                                     // if it is not shared
     std::unique_ptr<ReceiveChannel> channel;
-    std::atomic<Link*> link{nullptr};  // abort() may come from any thread
+    std::atomic<Link*> link{nullptr};  // atomic, because abort() may be called on any thread
   };
 
   void check_new(const std::string& name) const;
@@ -225,7 +226,7 @@ class Worker {
   // But the channels' copy streams, which end together with the channels, may still post to the transport.
   std::shared_ptr<Device> device_;
   std::shared_ptr<Stream> compute_stream_;
-  std::unique_ptr<SharedMemory> offer_;  // of device memory; until seal()
+  std::unique_ptr<SharedMemory> offer_;  // of device memory; null after seal()
   std::shared_ptr<Pool> pool_;
   Wakeup wakeup_;
   std::unique_ptr<Transport> transport_;
@@ -238,8 +239,9 @@ class Worker {
   std::unique_ptr<ItemCarrier> carrier_;     // of the exchange
   std::unique_ptr<ShardExchange> exchange_;  // null where there is none
   std::unique_ptr<StageEngine> engine_;
-  std::atomic<const StageEngine*> started_engine_{nullptr};  // pulse() may come from any thread
-  std::thread::id compute_thread_;                           // of the engine
+  // Atomic, because pulse() may be called on any thread.
+  std::atomic<const StageEngine*> started_engine_{nullptr};
+  std::thread::id compute_thread_;  // of the engine
   std::atomic<bool> stopped_serving_{false};
   std::atomic<bool> aborted_{false};
   bool closed_ = false;

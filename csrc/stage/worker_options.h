@@ -26,7 +26,7 @@ struct WorkerOptions : TransportOptions {
   std::string device = "host";    // or "cuda:0"
   std::string transport = "zmq";  // or "inproc"
   std::string libzmq_path;        // empty: chosen as make_zmq_transport() says
-  bool checksums = false;         // send a CRC-32C with every payload; a receiver always checks one
+  bool checksums = false;         // whether every payload has a CRC-32C; a receiver checks it in any case
   std::uint64_t run_id = 0;
   std::uint32_t incarnation = 0;
   std::uint64_t plan_hash = 0;
@@ -58,7 +58,7 @@ struct ChannelSpec : ChannelOptions {
   // Whether the sender writes into the receiver's device memory, so that nothing is staged. Both ends have
   // tested before that the sender can.
   bool places_on_device = false;
-  std::int64_t num_residuals = 1;  // send: slots for the codec's residuals, used in turn
+  std::int64_t num_residuals = 1;  // of a sender: slots for the codec's residuals, used in turn
   // For a receiving channel: the name of a term in host memory. If it is set, the channel has no slots, and
   // post_items() names the place in this term where each item will land.
   std::string posted_into{};

@@ -26,7 +26,7 @@ class Bell {
   Bell(const Bell&) = delete;
   Bell& operator=(const Bell&) = delete;
 
-  [[nodiscard]] int fd() const { return read_fd_; }  // readable when it was rung
+  [[nodiscard]] int fd() const { return read_fd_; }  // readable once the bell was rung
   void clear();
   [[nodiscard]] BellAddress address() const;
 

@@ -13,8 +13,9 @@ namespace pipedream {
 namespace {
 
 constexpr std::size_t kCacheLineBytes = 64;
-constexpr std::uint64_t kNoSlots =
-    ~std::uint64_t{0};  // no channel plans slots of this size, so none takes the rings for its memory
+// The slot size in the rings' SharedMemoryUse. No channel plans slots of this size, so no channel takes the
+// rings for its own memory.
+constexpr std::uint64_t kNoSlots = ~std::uint64_t{0};
 
 constexpr std::size_t kBoardAddressBytesMax = 128;
 
@@ -44,8 +45,8 @@ struct RingEnd {
 
 // The ring of one direction. Parts with different writers lie in different cache lines.
 struct RingWay {
-  alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_pushed;  // the sender's
-  alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_taken;   // the receiver's
+  alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_pushed;  // written by the sender
+  alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_taken;   // written by the receiver
   alignas(kCacheLineBytes) std::array<Cell, FrameRings::kNumCells> cells;
 };
 

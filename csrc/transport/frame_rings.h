@@ -41,7 +41,7 @@ class FrameRings {
   FrameRings(const FrameRings&) = delete;
   FrameRings& operator=(const FrameRings&) = delete;
 
-  [[nodiscard]] std::string address() const { return memory_->address(); }  // the listener's
+  [[nodiscard]] std::string address() const { return memory_->address(); }  // the connector opens it
   [[nodiscard]] std::uint32_t number() const { return number_; }            // on this side's board
   // Called when the peer's HELLO arrives. Returns whether the rings are in use from now on.
   [[nodiscard]] bool begin(RingBoard& board);
@@ -71,7 +71,8 @@ class FrameRings {
   RingWay& in_;
   RingWay& out_;
   const std::uint32_t number_;
-  std::shared_ptr<RingBoardOfPeer> board_of_peer_;  // null: not opened, or not reachable
+  // Null while the peer's board is not open, or if it cannot be opened.
+  std::shared_ptr<RingBoardOfPeer> board_of_peer_;
   std::uint32_t number_at_peer_ = 0;
 
   // Counts of this side.

@@ -226,7 +226,7 @@ void LinkCore::inject(const FrameHeaderBytes& header, std::vector<std::byte> pay
   auto bytes = std::make_shared<std::vector<std::byte>>(std::move(payload));
   OutgoingFrame frame;
   frame.payload = *bytes;
-  frame.on_sent = [bytes] {};  // keeps the bytes
+  frame.on_sent = [bytes] {};  // keeps the bytes until the frame is sent
   carry(header, HeldFrame(std::move(frame)));
 }
 

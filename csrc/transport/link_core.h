@@ -69,7 +69,7 @@ class LinkCore : public Link {
   // For TransportCore.
   void start();
   void begin_close();
-  void end();  // without BYE; idempotent
+  void end();  // ends the link without BYE; idempotent
   // Ends the link as end() does, and tells the handler.
   void fail(const Failure& failure);
   [[nodiscard]] bool ended() const { return state_ == State::kEnded; }
@@ -85,7 +85,7 @@ class LinkCore : public Link {
   // Makes the thread that drives next look for traffic on this link, even if none is reported.
   virtual void look_for_traffic() {}
   void peer_is_silent();
-  void say_beat(std::uint64_t num_work_items, bool has_pulse);  // if the link is open
+  void say_beat(std::uint64_t num_work_items, bool has_pulse);  // only if the link is open
 
   // Sends the bytes as they are, without any check. For tests.
   void inject(const FrameHeaderBytes& header, std::vector<std::byte> payload);
@@ -165,9 +165,9 @@ class LinkCore : public Link {
   std::uint64_t next_sent_ = 0;    // sequence numbers
   std::uint64_t next_received_ = 0;
   std::optional<Deadline> hello_deadline_;    // set once the peer is known to be there
-  int num_beats_without_pulse_ = 0;           // how many of the latest beats in a row had none
-  std::uint64_t num_work_items_of_peer_ = 0;  // by its last BEAT
-  bool looked_for_hello_ = false;             // arrived bytes were read once more at the deadline
+  int num_beats_without_pulse_ = 0;           // beats that came since the last beat with a pulse
+  std::uint64_t num_work_items_of_peer_ = 0;  // as its last BEAT said
+  bool looked_for_hello_ = false;             // whether arrived bytes were read once more after the deadline
 };
 
 }  // namespace pipedream

@@ -10,7 +10,8 @@ namespace pipedream {
 // The layout of a board's memory. Parts with different writers lie in different cache lines.
 struct RingBoardPlan {
   BellAddress bell;
-  alignas(64) std::atomic<std::uint32_t> wish;  // 0: nothing; else 1 + the Patience
+  // 0 if no frame rings the bell; otherwise 1 + the Patience of the last wish().
+  alignas(64) std::atomic<std::uint32_t> wish;
   std::array<MarkedLinks, RingBoard::kNumLinksMax / MarkedLinks::kNumLinks> links;
 };
 

@@ -147,7 +147,7 @@ class RingBoard {
   const std::unique_ptr<SharedMemory> memory_;
   RingBoardPlan& plan_;
   std::array<Half, 2> halves_;
-  std::optional<Patience> wished_;  // by the last wish(); the bell may have been rung since
+  std::optional<Patience> wished_;  // the argument of the last wish(); the bell may have been rung since
 
   std::mutex mutex_;  // guards peers_
   std::map<std::string, std::weak_ptr<RingBoardOfPeer>> peers_;

@@ -52,7 +52,7 @@ enum class Kind : std::uint64_t {
 struct FirstPage {
   std::uint64_t magic;
   Kind kind;
-  std::uint64_t num_bytes;  // behind this page
+  std::uint64_t num_bytes;  // of the memory behind this page
   Secret secret;
   SharedMemoryUse use;
   std::atomic<std::uint32_t> claimed;

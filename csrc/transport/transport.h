@@ -61,7 +61,7 @@ class LinkHandler {
   virtual ~LinkHandler() = default;
 
   // All functions but is_quick() are called on the thread that drives.
-  virtual void on_open(Link& link) = 0;  // HELLOs exchanged and accepted
+  virtual void on_open(Link& link) = 0;  // both HELLOs are exchanged and accepted
   // The payload is valid until this returns. A returned failure is fatal for the link: it is closed and
   // on_failed follows with that failure.
   [[nodiscard]] virtual std::optional<Failure> on_frame(Link& link, const FrameHeader& header,
@@ -144,7 +144,7 @@ struct PortRange {
 };
 
 struct TransportOptions {
-  std::string bind_host = "127.0.0.1";  // address or interface
+  std::string bind_host = "127.0.0.1";  // address or interface on which links listen
   // Every listening link takes a free port of this range, and waits for one for at most peer_timeout_s.
   // Without a range the system chooses a port.
   std::optional<PortRange> ports;
@@ -189,7 +189,7 @@ class Transport {
   Transport() = default;
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
-  virtual ~Transport() = default;  // shutdown(0)
+  virtual ~Transport() = default;  // does shutdown(0)
 
   [[nodiscard]] virtual std::string_view name() const = 0;  // "zmq/tcp", "inproc"
 

@@ -134,7 +134,7 @@ void TransportCore::run() {
   if (!drives) wait_for_traffic(std::nullopt);
   const DrivingScope driving(*this);
   for (bool closing = false;;) {
-    needs_thread_.store(false);  // before looking: later calls of need_thread() set it again
+    needs_thread_.store(false);  // cleared before looking: later calls of need_thread() set it again
     Stop stop;
     try {
       stop = take_turn(closing);

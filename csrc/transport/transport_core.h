@@ -54,7 +54,7 @@ namespace pipedream {
 
 class LinkCore;
 
-inline constexpr int kBeatsPerTimeout = 8;  // so that a few beats may be late
+inline constexpr int kBeatsPerTimeout = 8;  // more than one, because a few beats may be late
 
 // The size of the largest task: a frame with its encoded header.
 inline constexpr std::size_t kTaskBytesMax = 496;
@@ -62,9 +62,9 @@ using Task = InlineFunction<kTaskBytesMax>;
 
 // Why a thread drives. The reason limits what it does.
 enum class Driver {
-  kPoster,  // it has posted something and must get back to its work: nothing slow
-  kWaiter,  // it waits for a handler's result: everything until that has come
-  kThread,  // the transport thread: everything
+  kPoster,  // it has posted a function and must get back to its work, so it does nothing slow
+  kWaiter,  // it waits for a handler's result, so it does everything until the result is there
+  kThread,  // it is the transport thread, which does everything
 };
 
 class TransportCore : public Transport {
@@ -196,7 +196,7 @@ class TransportCore : public Transport {
   std::mutex mutex_;  // guards the members below
   std::vector<Task> tasks_;
   std::vector<std::uint64_t> told_;        // names of readable descriptors, for the thread that drives
-  std::map<std::string, PeerLife> peers_;  // by name; outlive the links
+  std::map<std::string, PeerLife> peers_;  // by name; they outlive the links
   std::vector<std::unique_ptr<LinkCore>> links_;
   Stop stop_;
   bool driven_ = false;                    // stays true after the end, so that no thread drives then
@@ -214,7 +214,7 @@ class TransportCore : public Transport {
 
   // Used by the thread that drives.
   std::vector<LinkCore*> active_links_;
-  bool some_ended_ = false;               // an active link ended since the thread's last turn
+  bool some_ended_ = false;               // an active link ended since the transport thread's last turn
   std::vector<LinkCore*> greeted_links_;  // links that wait for HELLO, and some that no longer do
   std::vector<PeerLife*> active_peers_;   // peers of the active links, and some whose links have all ended
   Deadline last_check_;                   // the last check of active_peers_

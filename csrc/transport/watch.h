@@ -50,7 +50,7 @@ class Watch {
 
   // name: the value that sleep() returns when fd is readable; not 0.
   void add(int fd, std::uint64_t name);
-  void remove(int fd);  // before it is closed
+  void remove(int fd);  // called before fd is closed
 
   void wake() { wake_fd_.set(); }
   // Sleeps until wake(), until a descriptor is readable, until timeout_ms have passed (-1: no limit), or

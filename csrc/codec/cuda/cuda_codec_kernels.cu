@@ -30,7 +30,7 @@ constexpr unsigned kAllLanes = 0xffffffffU;
 constexpr std::size_t kNumBlocksMax = 4096;
 // Blocks are few, because each block adds its own histogram to the common histogram.
 constexpr std::size_t kNumCountBlocksMax = 512;
-constexpr unsigned kThreadBuckets = kTopKBuckets / kBlockThreads;  // per thread, in narrow()
+constexpr unsigned kThreadBuckets = kTopKBuckets / kBlockThreads;  // that each thread of narrow() sums
 constexpr unsigned kGroupThreads = 16;
 static_assert(kBlockThreads == kGroupThreads * kGroupThreads);
 

@@ -14,8 +14,8 @@ namespace pipedream {
 // separately.
 constexpr std::size_t kTopKPartsMax = 1024;
 
-// A bucket: all keys that begin with the digits examined so far of `key`. topk still has to choose among
-// them.
+// A bucket among whose keys topk still has to choose. It has all keys that begin with the digits of `key`
+// that were examined so far.
 struct TopKBucket {
   std::uint64_t key;            // all keys above the bucket are chosen
   std::uint32_t num_equal_max;  // the number of the bucket's keys that are chosen, too
@@ -28,8 +28,8 @@ static_assert(kTopKDigitsMax * kTopKDigitBits >= FloatLayout<double>::kMagnitude
 // Device memory, zero before the first topk.
 struct TopKScratch {
   TopKBucket buckets[kTopKDigitsMax + 1];              // indexed by the number of digits examined
-  std::uint32_t counts[kTopKDigitsMax][kTopKBuckets];  // of each digit; zero again after each topk
-  std::uint32_t num_above[kTopKPartsMax];              // of each part
+  std::uint32_t counts[kTopKDigitsMax][kTopKBuckets];  // of each digit, by bucket; zero again after each topk
+  std::uint32_t num_above[kTopKPartsMax];  // the keys above the smallest chosen key, for each part
   std::uint32_t num_equal[kTopKPartsMax];
 };
 

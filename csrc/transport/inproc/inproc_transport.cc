@@ -39,7 +39,8 @@ class DeliveryCount {
   }
   void end() {
     const std::lock_guard lock(mutex_);
-    if (--num_under_way_ == 0) none_left_.notify_all();  // under the lock: the waiter may destroy this
+    // Notifies under the lock, because the waiter may destroy this object.
+    if (--num_under_way_ == 0) none_left_.notify_all();
   }
   void wait_until_none() {
     std::unique_lock lock(mutex_);

@@ -11,8 +11,8 @@
 namespace pipedream {
 namespace {
 
-constexpr std::string_view kUsername =
-    "pipedream";  // PLAIN needs a name; the ZAP handler checks only the token
+// PLAIN needs a user's name, but the ZAP handler checks only the token.
+constexpr std::string_view kUsername = "pipedream";
 
 // PLAIN's HELLO: its name, then the length and the text of both strings. It must fit the smallest part limit
 // of any link, which is a frame's header.

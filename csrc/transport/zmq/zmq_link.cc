@@ -220,7 +220,7 @@ void ZmqLink::connect(const std::string& endpoint) {
 
 // Stops watching the descriptors before libzmq closes them.
 void ZmqLink::disconnect() {
-  if (socket_ == nullptr) return;  // second call: the transport may be partly destroyed
+  if (socket_ == nullptr) return;  // already disconnected, and the transport may be partly destroyed
   if (std::exchange(uses_rings_, false)) shared_.ring_links.at(rings_->number()) = nullptr;
   shared_.zap_domains.remove(domain_);
   for (int* fd : {&socket_fd_, &monitor_fd_}) {
@@ -403,7 +403,7 @@ void ZmqLink::handle_listener_event(int event, int value) {
   }
   if (event != zmq::kEventDisconnected) return;
   if (value == peer_fd_) {
-    connection_ended_ = true;  // at once: a stranger's connection may get the same descriptor next
+    connection_ended_ = true;  // noted at once, because a stranger's connection may get this descriptor next
   } else {
     ended_fds_.insert(value);
     count_refusal();

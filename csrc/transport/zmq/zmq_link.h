@@ -64,7 +64,7 @@ class SentPayloads {
     return payload;
   }
   void release(Payload& payload) {
-    payload.frame.reset();  // on_sent, outside the lock
+    payload.frame.reset();  // calls on_sent, outside the lock
     const std::lock_guard lock(mutex_);
     free_.push_back(&payload);
   }
@@ -89,10 +89,10 @@ struct ZmqShared {
   ZapDomains zap_domains{};
   SentPayloads sent_payloads{};
   std::atomic<std::uint64_t> next_link_number{0};
-  std::unique_ptr<RingBoard> board{};    // serves the rings of all links; null: no memory is shared
-  std::vector<ZmqLink*> marked_links{};  // used by the thread that drives
-  std::vector<ZmqLink*>
-      ring_links{};  // likewise; indexed by number on the board; null where a link has no rings
+  std::unique_ptr<RingBoard> board{};  // serves the rings of all links; null: no memory is shared
+  // Used by the thread that drives. ring_links: by number on the board; null where a link has no rings.
+  std::vector<ZmqLink*> marked_links{};
+  std::vector<ZmqLink*> ring_links{};
 };
 
 class ZmqLink final : public LinkCore {
@@ -158,7 +158,7 @@ class ZmqLink final : public LinkCore {
   ZmqShared& shared_;
   const LibZmq& zmq_;
   const Role role_;
-  const std::string domain_;  // its ZAP domain; unique in the transport
+  const std::string domain_;  // the link's ZAP domain
   void* socket_ = nullptr;
   void* monitor_ = nullptr;
   std::string address_;
@@ -168,12 +168,13 @@ class ZmqLink final : public LinkCore {
   // Used by the thread that drives.
   int socket_fd_ = -1;  // watched descriptors; -1: none
   int monitor_fd_ = -1;
-  bool is_marked_ = false;   // in marked_links: there may be traffic
+  bool is_marked_ = false;   // whether it is in marked_links, because there may be traffic
   bool has_events_ = false;  // the monitor may have events
   int peer_fd_ = kAnyFd;     // the connection on which HELLO came
   std::set<int> ended_fds_;  // connections of a listener that ended before HELLO
   bool connection_ended_ = false;
-  std::unique_ptr<FrameRings> rings_;  // null: not shared; for the thread that drives, once the link is added
+  // Null if no memory is shared. Used by the thread that drives, once the link is added.
+  std::unique_ptr<FrameRings> rings_;
   bool uses_rings_ = false;
   std::string how_it_ended_ = "the connection ended without a farewell";
 };

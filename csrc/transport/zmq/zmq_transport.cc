@@ -69,7 +69,7 @@ class ZmqTransport final : public TransportCore {
   }
 
   void note_ready(std::uint64_t name) override {
-    if (name == kBellName) return shared_.board->bell().clear();  // whoever drives looks at all marks
+    if (name == kBellName) return shared_.board->bell().clear();  // deliver_rings() looks at all marks
     if (name != kZapName) return ZmqLink::note_ready(name);
     zap_is_ready_ = true;
   }
