@@ -1,5 +1,5 @@
 // Queues the receiver's slots that a sender may fill next, in the order in which they were granted. Used on
-// the thread that drives.
+// the thread that drives the transport.
 #pragma once
 
 #include <bitset>

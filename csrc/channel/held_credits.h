@@ -1,7 +1,7 @@
 // Holds the free slots that a receiver has not yet granted to its sender. A CREDIT frame for a single slot
 // costs a packet and three wake-ups on a network, as much as a small item. So the receiver holds credits back
-// while the sender has enough slots left, and then sends several in one frame. Runs on the thread that
-// drives.
+// while the sender has enough slots left, and then sends several in one frame. Runs on the thread that drives
+// the transport.
 //
 // For example, with 8 slots, of which 4 are enough:
 //

@@ -72,8 +72,8 @@ class ItemCopier {
   // being woken by it as much again.
   static constexpr std::size_t kCopiedHereBytesMax = std::size_t{1} << 20;
   // The most copies that may be enqueued and not yet done. Each copy is two or three operations on a stream,
-  // and a stream holds kStreamDepth operations. So the thread that drives never waits for room in the stream,
-  // unless channels share it.
+  // and a stream holds kStreamDepth operations. So the thread that drives the transport never waits for room
+  // in the stream, unless channels share it.
   static constexpr std::size_t kNumCopiesMax = 128;
 
   [[nodiscard]] bool is_copied_here(const SendItem& item) const;

@@ -1,5 +1,5 @@
 // Queues the places where a receiving channel's next items will land, in the order of the items. One thread
-// posts places; the thread that drives removes them.
+// posts places; the thread that drives the transport removes them.
 #pragma once
 
 #include <cstddef>

@@ -179,12 +179,12 @@ class ReceiveChannel final : public LinkHandler {
   RingBuffer<ReceivedItem> inbox_;  // one item per slot, and the end
   bool closed_ = false;
 
-  // Used by the thread that drives: for each slot number on the wire, the slot that waits for an item, or
-  // null. The sender knows of these slots, except those that credits_ holds back.
+  // Used by the thread that drives the transport: for each slot number on the wire, the slot that waits for
+  // an item, or null. The sender knows of these slots, except those that credits_ holds back.
   std::vector<ReceivedSlot*> granted_;
   HeldCredits credits_;  // the slots of granted_
 
-  // Used by the thread that drives: the item being received.
+  // Used by the thread that drives the transport: the item being received.
   std::optional<ReceivedItem> current_;
   std::uint16_t current_slot_ = 0;
   std::size_t tensor_index_ = 0;    // of the tensor that is being received

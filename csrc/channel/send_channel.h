@@ -187,7 +187,7 @@ class SendChannel final : public LinkHandler {
   std::atomic<bool> pump_scheduled_{false};
   std::atomic<bool> waiting_for_release_{false};
 
-  // Used by the thread that drives.
+  // Used by the thread that drives the transport.
   RingBuffer<SendItem*> started_;
   GrantedSlots granted_;
   bool failed_ = false;

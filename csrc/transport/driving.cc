@@ -127,7 +127,7 @@ bool TransportCore::stop_driving(bool hands_over) {
 }
 
 // Stops driving after an exception of a task or a handler, such as a DeviceError. The exception reaches the
-// thread that drives, and the transport thread goes on.
+// thread that drives the transport, and the transport thread goes on.
 void TransportCore::drop_drive() {
   need_thread();
   static_cast<void>(stop_driving(/*hands_over=*/true));

@@ -1,5 +1,5 @@
 // Implements the protocol of one link, drawn in link_core.h. Everything but the first part of this file runs
-// on the thread that drives.
+// on the thread that drives the transport.
 #include "transport/link_core.h"
 
 #include <chrono>

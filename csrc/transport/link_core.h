@@ -15,7 +15,7 @@
 // BEAT.
 //
 // Threads: send(), close(), counters() and options() run on any thread; the rest runs on the thread that
-// drives.
+// drives the transport.
 #pragma once
 
 #include <array>
@@ -157,7 +157,7 @@ class LinkCore : public Link {
   std::atomic<std::uint64_t> frames_received_{0};
   std::atomic<std::uint64_t> num_refused_{0};
 
-  // Used by the thread that drives.
+  // Used by the thread that drives the transport.
   State state_ = State::kConnecting;
   bool closing_ = false;  // say BYE as soon as the link is open
   bool said_hello_ = false;

@@ -1,6 +1,7 @@
 // Tells whether the process at the other end of some links is alive. The process counts as alive while
 // anything arrives from it on any of its links. A single link cannot tell this: on a slow network a beat may
-// wait behind payloads, and data of one link behind data of other links. Runs on the thread that drives.
+// wait behind payloads, and data of one link behind data of other links. Runs on the thread that drives the
+// transport.
 #pragma once
 
 #include <algorithm>

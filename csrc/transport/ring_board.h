@@ -1,6 +1,6 @@
 // A process's board says which of its rings (frame_rings.h) have frames, and for which of these frames the
 // process wants to be woken. It lies in memory that the process's peers on the host map, too. So the thread
-// that drives reads only the rings of links with new frames.
+// that drives the transport reads only the rings of links with new frames.
 //
 //   sender                              receiver's driving thread   receiver's thread that goes to sleep
 //

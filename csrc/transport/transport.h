@@ -13,8 +13,8 @@
 // send() and post() may be called from any thread and never block. Handlers must not block either. Handlers
 // run on any of these threads, one after the other, and each handler sees the writes of the handler before
 // it. Threads of streams and of ZeroMQ never drive (PassiveScope). An exception of a handler or a posted
-// function reaches the thread that drives. On the transport thread no caller would catch it, so there it
-// fails every link.
+// function reaches the thread that drives the transport. On the transport thread no caller would catch it, so
+// there it fails every link.
 //
 // The life of a link:
 //
@@ -60,7 +60,7 @@ class LinkHandler {
   LinkHandler& operator=(const LinkHandler&) = delete;
   virtual ~LinkHandler() = default;
 
-  // All functions but is_quick() are called on the thread that drives.
+  // All functions but is_quick() are called on the thread that drives the transport.
   virtual void on_open(Link& link) = 0;  // both HELLOs are exchanged and accepted
   // The payload is valid until this returns. A returned failure is fatal for the link: it is closed and
   // on_failed follows with that failure.
@@ -126,7 +126,7 @@ class Link {
   [[nodiscard]] virtual std::string endpoint() const = 0;  // the peer connects to it, see endpoint.h
 
   // Allows arriving frames to lie unnoticed for as long as the Patience says. Before the first call all
-  // frames are noticed at once. On the thread that drives.
+  // frames are noticed at once. On the thread that drives the transport.
   virtual void let_wait(Patience /*patience*/) {}
 };
 
@@ -202,8 +202,8 @@ class Transport {
   virtual Link& listen(LinkOptions options, LinkHandler& handler) = 0;
   virtual Link& connect(LinkOptions options, const std::string& endpoint, LinkHandler& handler) = 0;
 
-  // Runs the function on the thread that drives, after all earlier posts. After shutdown() the function is
-  // dropped.
+  // Runs the function on the thread that drives the transport, after all earlier posts. After shutdown() the
+  // function is dropped.
   virtual void post(std::function<void()> function) = 0;
   // Does post(). Then, if no thread drives and this thread may, drives until no posted function is left. So
   // frames that `function` sends are on their way when this call returns. Never waits: if another thread

@@ -88,8 +88,8 @@ class TransportCore : public Transport {
   // Runs the posted functions when start() was not called, so that tests need no thread. For tests.
   void drive_without_thread();
 
-  // Runs `function` on the thread that drives. If the transport has ended, destroys the function on this
-  // thread. The function may be move-only. Any thread.
+  // Runs `function` on the thread that drives the transport. If the transport has ended, destroys the
+  // function on this thread. The function may be move-only. Any thread.
   template <class Function>
   void enqueue(Function function) {
     // A refused task is destroyed here, outside the lock, because its destructor may run the user's on_sent.
@@ -104,14 +104,14 @@ class TransportCore : public Transport {
   [[nodiscard]] static bool is_any_driven_here();
 
   // Makes the transport thread take a turn soon, for work that only it does or has time for. Called on the
-  // thread that drives.
+  // thread that drives the transport.
   void need_thread() { needs_thread_.store(true); }
   // Called when a link begins to wait for its HELLO, and when a link has ended. Both functions also call
   // need_thread().
   void await_hello(LinkCore& link);
   void note_ended();
   // From now on note_ready(name) is called when fd becomes readable; see watch.h. Called on the thread that
-  // drives, or before any thread drives.
+  // drives the transport, or before any thread drives.
   void watch(int fd, std::uint64_t name);
   void unwatch(int fd);
 
@@ -132,7 +132,8 @@ class TransportCore : public Transport {
   // Takes the link over and starts it. Throws UserError after shutdown.
   Link& add(std::unique_ptr<LinkCore> link);
 
-  // The functions below run on the thread that drives. note_ready: the descriptor with this name is readable.
+  // The functions below run on the thread that drives the transport. note_ready: the descriptor with this
+  // name is readable.
   virtual void note_ready(std::uint64_t name) = 0;
   // Reads from each link that may have traffic, up to a bounded number of frames.
   virtual void deliver(Driver driver) = 0;
@@ -212,7 +213,7 @@ class TransportCore : public Transport {
   std::atomic<std::int64_t> pulse_ns_{kNoPulse};  // time of the last pulse()
   std::atomic<std::uint64_t> num_work_items_{0};
 
-  // Used by the thread that drives.
+  // Used by the thread that drives the transport.
   std::vector<LinkCore*> active_links_;
   bool some_ended_ = false;               // an active link ended since the transport thread's last turn
   std::vector<LinkCore*> greeted_links_;  // links that wait for HELLO, and some that no longer do

@@ -1,4 +1,4 @@
-// Answers libzmq's requests to let a connection in. On the thread that drives.
+// Answers libzmq's requests to let a connection in. On the thread that drives the transport.
 #include "transport/zmq/zap_handler.h"
 
 #include <algorithm>

@@ -5,7 +5,7 @@
 // Two simpler ways to limit a link to one connection fail. zmq_unbind() after the first connection also ends
 // that connection. A PAIR socket alone would silently keep a second connection open for ever.
 //
-// Runs on the thread that drives, except the constructor and the domains.
+// Runs on the thread that drives the transport, except the constructor and the domains.
 #pragma once
 
 #include <functional>

@@ -1,6 +1,6 @@
 // Implements one link over ZeroMQ and TCP by a PAIR socket and its monitor. Once the link is added, only the
-// thread that drives uses the sockets. libzmq needs a fence between two threads that use a socket; the mutex
-// under which threads begin and stop driving is such a fence.
+// thread that drives the transport uses the sockets. libzmq needs a fence between two threads that use a
+// socket; the mutex under which threads begin and stop driving is such a fence.
 //
 //   send      caller -> task queue -> driving thread: header and payload, two parts -> I/O thread -> TCP
 //             the payload is the caller's memory; libzmq's free callback is on_sent
@@ -16,7 +16,7 @@
 // ZMQ_EVENTS showed no message.
 //
 // The credits of the channels bound the queues. High-water marks are off: they count messages, and a full
-// socket would block the thread that drives.
+// socket would block the thread that drives the transport.
 #pragma once
 
 #include <atomic>
@@ -90,7 +90,8 @@ struct ZmqShared {
   SentPayloads sent_payloads{};
   std::atomic<std::uint64_t> next_link_number{0};
   std::unique_ptr<RingBoard> board{};  // serves the rings of all links; null: no memory is shared
-  // Used by the thread that drives. ring_links: by number on the board; null where a link has no rings.
+  // Used by the thread that drives the transport. ring_links: by number on the board; null where a link has
+  // no rings.
   std::vector<ZmqLink*> marked_links{};
   std::vector<ZmqLink*> ring_links{};
 };
@@ -116,8 +117,8 @@ class ZmqLink final : public LinkCore {
     if (uses_rings_) shared_.board->let_wait(rings_->number(), patience);
   }
 
-  // On the thread that drives. A link has two names (watch.h): its address, which is even, and the next
-  // number for its monitor.
+  // On the thread that drives the transport. A link has two names (watch.h): its address, which is even, and
+  // the next number for its monitor.
   static void note_ready(std::uint64_t name);
   // Delivers arrived frames. Returns false and unmarks the link once there is nothing more to read.
   [[nodiscard]] bool deliver(Driver driver);
@@ -165,7 +166,7 @@ class ZmqLink final : public LinkCore {
   std::string server_key_;  // of the listener; empty without keys
   std::string token_;       // of the listener; empty with keys
 
-  // Used by the thread that drives.
+  // Used by the thread that drives the transport.
   int socket_fd_ = -1;  // watched descriptors; -1: none
   int monitor_fd_ = -1;
   bool is_marked_ = false;   // whether it is in marked_links, because there may be traffic
@@ -173,7 +174,7 @@ class ZmqLink final : public LinkCore {
   int peer_fd_ = kAnyFd;     // the connection on which HELLO came
   std::set<int> ended_fds_;  // connections of a listener that ended before HELLO
   bool connection_ended_ = false;
-  // Null if no memory is shared. Used by the thread that drives, once the link is added.
+  // Null if no memory is shared. Used by the thread that drives the transport, once the link is added.
   std::unique_ptr<FrameRings> rings_;
   bool uses_rings_ = false;
   std::string how_it_ended_ = "the connection ended without a farewell";

@@ -116,7 +116,7 @@ class ZmqTransport final : public TransportCore {
   std::unique_ptr<ZapHandler> zap_handler_;
   const int zap_fd_;
 
-  // Used by the thread that drives.
+  // Used by the thread that drives the transport.
   bool zap_is_ready_ = true;  // earlier requests may have been reported already
   bool rings_have_more_ = false;
   std::vector<ZmqLink*> delivering_;
