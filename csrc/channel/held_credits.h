@@ -32,8 +32,7 @@ struct Credit {
 
 class HeldCredits {
  public:
-  // num_slots: the most slots that the sender can have at once. num_names: an upper bound, exclusive, on slot
-  // numbers.
+  // num_slots: the most slots that the sender can have at once. num_names: slot numbers are below it.
   HeldCredits(std::size_t num_slots, std::size_t num_names)
       : num_enough_(std::max(kNumEnoughMin, num_slots / 2)), is_told_(num_names) {
     free_slots_.reserve(num_slots);
@@ -43,7 +42,7 @@ class HeldCredits {
   // Whether the slot is granted to the sender and not yet filled. A sender that fills a slot whose credit is
   // still held here breaks the protocol.
   [[nodiscard]] bool is_told(std::uint16_t slot) const { return is_told_.at(slot); }
-  // Notes that the sender has filled a granted slot. was_last: it had no other slot left.
+  // Notes that the sender has filled a granted slot. was_last: whether the sender had no other slot left.
   void note_filled(std::uint16_t slot, bool was_last) {
     PD_CHECK(is_told(slot), "slot " << slot << " was filled, which was not granted");
     is_told_[slot] = false;

@@ -57,14 +57,14 @@ namespace pipedream {
 
 class ReceiveChannel final : public LinkHandler {
  public:
-  // slots: one for each item in flight, of spec.slot_bytes() on the device. They have 0 bytes where items
-  //   land at posted places, which need no staging.
-  // staging: one slot of WireLayout::slot_bytes() for each of `slots`, into which the wire writes; null when
+  // slots: one for each item in flight, of options.item.slot_bytes() on the device. Where items land at
+  //   posted places, the slots have 0 bytes and need no staging.
+  // staging: one slot of WireLayout::slot_bytes() for each of `slots`, into which the wire writes. Null if
   //   the wire writes device memory itself.
   // compute_stream: the stream on which items are read; null on the host.
   // shared: the memory into which the sender may write by itself, or null. It holds the slots that the wire
-  //   writes, or all posted places. When it is device memory there is no staging, and every item is placed.
-  // encoded: one slot of WireLayout::slot_bytes(), from which the device decodes; null if the device decodes
+  //   writes, or all posted places. If it is device memory there is no staging, and every item is placed.
+  // encoded: one slot of WireLayout::slot_bytes(), from which the device decodes. Null if the device decodes
   //   from staging.
   // All of these outlive the channel and its items.
   ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,

@@ -48,7 +48,7 @@ ReceivedItem::~ReceivedItem() {
   if (!held->receiver->is_in_its_process()) {
     // In a child of fork() the record must not be destroyed either, because its leases are the parent's. So
     // it is leaked.
-    // NOLINTNEXTLINE(*-owning-memory, bugprone-unhandled-exception-at-new): no memory ends the process
+    // NOLINTNEXTLINE(*-owning-memory, bugprone-unhandled-exception-at-new): without memory the process ends
     static_cast<void>(new std::shared_ptr<ReceivedSlot>(std::move(held)));
     return;
   }

@@ -122,7 +122,7 @@ class SendChannel final : public LinkHandler {
   bool wait_until_sent(Deadline deadline);
   // Waits until fewer than num_items items are unreleased. False at the deadline or when the run has failed.
   [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
-  // ItemCopier::residuals(). Valid before the first send and after all items are sent.
+  // Returns ItemCopier::residuals(). Valid before the first send and after all items are sent.
   [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals() const {
     return copier_.residuals();
   }

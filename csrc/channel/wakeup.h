@@ -96,7 +96,7 @@ class Wakeup {
       changed_.wait_until(lock, deadline, done);
       return accepted;
     }
-    // Another thread drives, and delivers this thread's items.
+    // Another thread drives the transport, and delivers this thread's items.
     lock.unlock();
     transport_->want_all(true);
     const ScopeExit has_waited([&] { transport_->want_all(false); });

@@ -69,7 +69,7 @@ struct CodecWork {
   std::byte* residual = nullptr;  // residual_bytes() long, zero at first; null unless topk encodes
 };
 
-// Encodes the values. topk treats a NaN as large as infinity. Vectorised; allocates nothing.
+// Encodes the values. topk ranks a NaN like an infinity. Vectorised; allocates nothing.
 void encode_host(const CodecWork& work);
 // Decodes bytes that encoding_violation() has accepted.
 void decode_host(const CodecWork& work);

@@ -38,7 +38,7 @@ PD_ELEMENT std::int8_t to_int8(float value, float scale) {
 
 // ---- topk ----
 
-// The key by which the largest elements are chosen. A NaN is as large as infinity.
+// The key by which the largest elements are chosen. A NaN has the same key as an infinity.
 template <class T>
 PD_ELEMENT typename FloatLayout<T>::Bits magnitude_key(T value) {
   const typename FloatLayout<T>::Bits magnitude = bits_of(value) & FloatLayout<T>::kMagnitude;

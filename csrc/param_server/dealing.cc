@@ -42,8 +42,8 @@ std::size_t largest_shard_bytes(const WeightLayout& layout, const Shares& shares
   return divide_up(layout.slot_bytes() * *std::max_element(shares.begin(), shares.end()), of_all);
 }
 
-// Deals ranges of the slot to the shards in turn. In each round of dealing every shard gets one chunk, whose
-// size is in proportion to the shard's share.
+// Deals ranges of the slot to the shards in turns. In each turn every shard gets one chunk, whose size is in
+// proportion to the shard's share.
 std::vector<ShardChunk> deal_ranges(const WeightLayout& layout, const Shares& shares) {
   const std::size_t num_units = layout.slot_bytes() / kParameterAlignment;
   const std::size_t of_turn = std::accumulate(shares.begin(), shares.end(), std::size_t{0});

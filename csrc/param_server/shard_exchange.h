@@ -64,7 +64,7 @@ class ShardExchange {
 
   // The engine calls the functions from here to pull_from(). begin_push_from() returns true once the
   // replica's gradient of the round has begun to arrive. write_slot: the slot that the round's update will
-  // write; nobody reads it any more.
+  // write. No forward and no backward reads it any more.
   [[nodiscard]] Result<bool> begin_push_from(ReplicaIndex other, std::int64_t round, SlotIndex write_slot,
                                              Deadline deadline);
   // The end of the data, if the last begin_push_from() received it instead of a gradient. It has the number
@@ -89,7 +89,7 @@ class ShardExchange {
   [[nodiscard]] Result<bool> push_given(std::int64_t num_summed, Deadline deadline) {
     return pushes_.send_complete(num_summed, deadline);
   }
-  // Sends this replica's factors of the round to all other replicas.
+  // Sends this replica's factors of the round (ExchangePeer::factors_to) to all other replicas.
   [[nodiscard]] Result<bool> push_factors(const std::vector<TensorView>& factors,
                                           const std::shared_ptr<void>& owner, std::int64_t num_summed,
                                           Deadline deadline);

@@ -83,7 +83,7 @@ StageEngine::Part& StageEngine::part_of(StageIndex stage) {
   PD_CHECK(false, "stage " << stage.value() << " is not at rank " << cursor_.rank().value());
 }
 
-// NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): one search for both
+// NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): both overloads share one search
 const StageEngine::Part& StageEngine::part_of(StageIndex stage) const {
   return const_cast<StageEngine*>(this)->part_of(stage);
 }
@@ -187,8 +187,8 @@ Result<bool> StageEngine::transfer_between_replicas(const Instruction& instructi
     const Result<bool> is_there =
         instruction.edge.kind == EdgeKind::kPull
             ? exchange_->pull_from(other, deadline)
-            // begin_update() returns the slot that the gradient's update will write. Nobody reads this slot
-            // any more.
+            // begin_update() returns the slot that the gradient's update will write. No forward and no
+            // backward reads this slot any more.
             : exchange_->begin_push_from(other, part.rounds.round_of(instruction.minibatch),
                                          part.stage_part.slots->begin_update(), deadline);
     if (!is_there || !is_there.value()) return is_there;

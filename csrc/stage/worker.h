@@ -77,7 +77,8 @@ class Worker {
   [[nodiscard]] Result<bool> wait_open(Deadline deadline);
   [[nodiscard]] std::vector<std::string> channels_not_open() const;
 
-  // A slot of a term, leased for the worker's life. `pool` keeps the memory alive.
+  // A slot of a term (a group of equal slots in the pool), leased for the worker's life. `pool` keeps the
+  // memory alive.
   struct HeldSlot {
     std::shared_ptr<Pool> pool;
     Lease lease;

@@ -88,7 +88,7 @@ std::unique_ptr<FrameRings> FrameRings::make(const LinkIdentity& identity, RingB
   const std::optional<std::uint32_t> number = board.take_number(is_quick);
   if (!number) return nullptr;
   auto memory = SharedMemory::make(kPlanBytes, {identity, kNoSlots});
-  // NOLINTNEXTLINE(*-owning-memory): it lies in the memory
+  // NOLINTNEXTLINE(*-owning-memory): the plan lies in shared memory
   auto* const plan = new (place_of_plan(*memory, identity)) FrameRingsPlan{};
   plan->listener.set(board.address(), *number);
   return std::unique_ptr<FrameRings>(new FrameRings(std::move(memory), *plan, /*is_listener=*/true, *number));

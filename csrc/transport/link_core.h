@@ -82,7 +82,7 @@ class LinkCore : public Link {
   [[nodiscard]] bool awaits_frames() const { return state_ == State::kOpen || state_ == State::kFarewell; }
   // When bytes last came from the peer, even bytes of an incomplete frame; empty when unknown.
   [[nodiscard]] virtual std::optional<Deadline> last_arrival() const { return std::nullopt; }
-  // Makes the thread that drives next look for traffic on this link, even if none is reported.
+  // Marks this link, so that the next thread that drives reads it even if no traffic is reported.
   virtual void look_for_traffic() {}
   void peer_is_silent();
   void say_beat(std::uint64_t num_work_items, bool has_pulse);  // only if the link is open

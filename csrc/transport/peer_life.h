@@ -21,7 +21,7 @@ class PeerLife {
   // Notes that a frame has arrived on one of the peer's links.
   void hear_frame() { ++num_frames_; }
   // Notes that the peer counts as alive at `time`: a link has opened, bytes of a frame have arrived, or this
-  // side could not look.
+  // side was held up and could not look.
   void hear_at(Deadline time) { deadline_ = std::max(deadline_, time + silence_max_); }
 
   // When the peer will count as silent if nothing more arrives.

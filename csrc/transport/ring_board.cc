@@ -78,7 +78,7 @@ void RingBoardOfPeer::tell(std::uint32_t number, bool is_urgent) {
 
 RingBoard::RingBoard()
     : memory_(SharedMemory::make(sizeof(RingBoardPlan), kUse)),
-      // NOLINTNEXTLINE(*-owning-memory): it lies in the memory
+      // NOLINTNEXTLINE(*-owning-memory): the plan lies in shared memory
       plan_(*new (memory_->data()) RingBoardPlan{}),
       halves_{Half{0, 0}, Half{kNumLinksMax / 2, kNumLinksMax / 2}} {
   static_assert(std::atomic<std::uint64_t>::is_always_lock_free && sizeof(MarkedLinks) == 64);

@@ -101,7 +101,7 @@ class RingBoard {
   // Lets the link's frames that are not urgent lie unnoticed for as long as `patience` says. Before the first
   // call they are noticed at once.
   void let_wait(std::uint32_t number, Patience patience);
-  // Marks the link, so that the next turn reads its ring.
+  // Marks the link, so that the next thread that drives reads its ring.
   void mark(std::uint32_t number);
   // Removes the marks of all links, or only of the quick links. Calls look(number) for each link whose mark
   // was removed. If look() throws, this link and the links after it are still marked.

@@ -197,8 +197,8 @@ class Transport {
   // thread.
   virtual void pulse(std::uint64_t num_work_items) = 0;
 
-  // Any thread. The handler outlives the transport or its shutdown(). The transport owns its links, which
-  // live as long as it does. Throws UserError for an endpoint that cannot be bound or parsed.
+  // Any thread. The handler must live until the transport's shutdown() or destruction. The transport owns its
+  // links, which live as long as it does. Throws UserError for an endpoint that cannot be bound or parsed.
   virtual Link& listen(LinkOptions options, LinkHandler& handler) = 0;
   virtual Link& connect(LinkOptions options, const std::string& endpoint, LinkHandler& handler) = 0;
 

@@ -106,8 +106,8 @@ class TransportCore : public Transport {
   // Makes the transport thread take a turn soon, for work that only it does or has time for. Called on the
   // thread that drives the transport.
   void need_thread() { needs_thread_.store(true); }
-  // Called when a link begins to wait for its HELLO, and when a link has ended. Both functions also call
-  // need_thread().
+  // await_hello() is called when a link begins to wait for its HELLO, note_ended() when a link has ended.
+  // Both call need_thread().
   void await_hello(LinkCore& link);
   void note_ended();
   // From now on note_ready(name) is called when fd becomes readable; see watch.h. Called on the thread that

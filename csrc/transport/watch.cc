@@ -69,8 +69,8 @@ void Watch::remove(int fd) {
   PD_CHECK(removed == 0, "fd " << fd << ": " << std::strerror(errno));
 }
 
-// Asks once more after a timeout or a signal. A descriptor may have been reported to this thread just when
-// its sleep ended, and then it is reported to no other thread.
+// Asks the kernel once more after a timeout or a signal. A descriptor may have been reported to this thread
+// just when its sleep ended, and then it is reported to no other thread.
 std::span<const std::uint64_t> Watch::sleep(int timeout_ms) {
   num_names_ = 0;
   if (collect(timeout_ms) == 0) static_cast<void>(collect(0));

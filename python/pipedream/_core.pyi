@@ -239,7 +239,8 @@ def find_schedule_rules(schedule: str) -> ScheduleRules | None:
     """Returns the rules of a schedule by its name or a former name. None: no schedule has this name."""
 
 def check_exclusions(traits: Sequence[tuple[str, str | None]]) -> None:
-    """Raises ValueError if two of the traits exclude each other.
+    """Raises ValueError if two of the traits exclude each other. A trait is an option, or a property of a
+    plan, a model or data (csrc/schedule/exclusions.h).
 
     traits: pairs of a trait's key and its text for the error. None: the usual text."""
 

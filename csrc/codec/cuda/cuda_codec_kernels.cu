@@ -305,9 +305,9 @@ __device__ PartSums sums_before_part(const TopKScratch* scratch) {
   return {num_above, num_equal};
 }
 
-// Returns how many of the block's threads before this thread have `yes`. Adds the number of all threads with
-// `yes` in the block to *total. warp_sums has kBlockWarps places; a barrier must come before warp_sums is
-// used again.
+// Returns for how many of the block's threads before this one `yes` is true. Adds the number of all threads
+// of the block for which it is true to *total. warp_sums has kBlockWarps places; a barrier must come before
+// warp_sums is used again.
 __device__ std::uint32_t count_before_thread(bool yes, std::uint32_t* warp_sums, std::uint32_t* total) {
   const unsigned lane = threadIdx.x % kWarpThreads;
   const unsigned warp = threadIdx.x / kWarpThreads;

@@ -269,7 +269,7 @@ void ZmqLink::mark() {
 
 void ZmqLink::note_ready(std::uint64_t name) {
   const bool is_monitor = name % 2 != 0;
-  // NOLINTNEXTLINE(performance-no-int-to-ptr): it was one, see name()
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): name() has made the number from a pointer
   auto* const link = reinterpret_cast<ZmqLink*>(static_cast<std::uintptr_t>(name - (is_monitor ? 1 : 0)));
   link->has_events_ |= is_monitor;
   link->mark();

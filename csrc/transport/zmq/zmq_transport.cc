@@ -84,7 +84,8 @@ class ZmqTransport final : public TransportCore {
     deliver_rings(driver);
   }
 
-  // Delivers frames from the rings. During the loop a handler may end or open its link.
+  // Delivers frames from the rings. ring_links is read anew for each mark, because a handler may end or open
+  // a link.
   void deliver_rings(Driver driver) {
     rings_have_more_ = false;
     if (!shared_.board) return;
