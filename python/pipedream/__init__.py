@@ -73,7 +73,7 @@ __all__ = [
     "run",
 ]
 
-# Public name -> its module. The modules of profile, run, RunResult and optim may import torch.
+# Public name -> its module, which is imported when the name is first used. Some of them import torch.
 _MODULES = {
     "Checkpoints": "checkpoint.checkpoints",
     "DataMismatch": "common.errors",

@@ -227,8 +227,8 @@ _Command = Callable[..., None]
 
 
 def _with_run_options(*names: str) -> Callable[[_Command], _Command]:
-    """Returns a decorator that replaces a command's **arguments by options in RUN_OPTIONS. An option that is
-    not given is None. names: the options; all if there are no names.
+    """Returns a decorator that replaces a command's **arguments by options of RUN_OPTIONS: by those named, or
+    by all if no names are given. An option that the user leaves out is None.
     """
     described = [
         inspect.Parameter(
@@ -313,7 +313,7 @@ def run_command(
     counts = None if plan_file is None else stage_counts(plan_file)
     given_plan = None if plan_file is None or counts is not None else Plan.load(plan_file)
     if plan_file is not None and not under_torchrun():
-        start_server()  # it imports torch in parallel with this process
+        start_server()  # the server imports torch while this process goes on
     with _clean_stdout(as_json):
         from pipedream.launch.runner import run
         from pipedream.launch.target import share_out
@@ -434,7 +434,7 @@ def _save_weights(model: Any, output: Path) -> None:
     import torch
     from safetensors.torch import save_model
 
-    # save_model, because save_file refuses tied weights. save_model keeps one copy of them.
+    # save_file would refuse tied weights. save_model stores one copy of them.
     save_model(
         model if isinstance(model, torch.nn.Module) else torch.nn.Sequential(*model), os.fspath(output)
     )
@@ -505,8 +505,7 @@ app.add_typer(checkpoint_app)
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Shows this library's warnings as one line each. Python would add a line of code of this library, or of
-    typer, which calls it."""
+    """Shows a warning of pipedream as one line. Python's own form would add the line of code that warned."""
     shown = warnings.showwarning
     callers = (str(Path(__file__).parent), str(Path(typer.__file__).parent))
 

@@ -42,8 +42,8 @@ def print_result(shown: object, fields: Mapping[str, Any], as_json: bool) -> Non
 
 
 def links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile | str:
-    """Returns the value of --links or --bandwidth for partition(). Raises ValueError unless exactly one of
-    the options is given."""
+    """Returns what partition() takes: the links of the file --links, or the value of --bandwidth. Raises
+    ValueError unless exactly one of the options is given."""
     if links is not None and bandwidth is None:
         return LinkProfile.load(links)
     if bandwidth is not None and links is None:
@@ -57,8 +57,9 @@ _WANTED = {"int": "a whole number", "float": "a number"}
 
 
 def describe_usage_error(error: Any) -> str:
-    """Returns the text for typer's exception for wrong options: "--workers is 'x': give a whole number". A
-    text without a remedy gets the command that lists the options."""
+    """Returns the message for an exception that typer raises for wrong options, such as "--workers is 'x':
+    give a whole number". If typer suggests nothing, the message names the command that lists the options.
+    """
     cause = error.__cause__ or error.__context__
     option = getattr(error, "param", None)
     if option is not None and hasattr(cause, "errors"):

@@ -286,7 +286,7 @@ def simulate_command(
     simulated = make(minibatches=minibatches)
     notes = []
     if output is not None:
-        check_picture_path(output)  # last, because it may fail only for lack of matplotlib
+        check_picture_path(output)  # the last check, so that a missing matplotlib hides no wrong argument
         shows_few = minibatches is None and is_drawn(output)
         drawn = make(minibatches=minibatches_to_draw(simulated.traced.options)) if shows_few else simulated
         counters = [
@@ -403,7 +403,7 @@ def trace_command(
         program_file,
     )
     if output is not None:
-        check_picture_path(output)  # last, because it may fail only for lack of matplotlib
+        check_picture_path(output)  # the last check, so that a missing matplotlib hides no wrong argument
     stage_times = traced.balanced(given_times) if times is None else given_times
     per_body = minibatches_per_body(traced.options)
     simulation = simulate(traced.programs, stage_times, transfer, minibatches_per_body=per_body)

@@ -1,7 +1,7 @@
-"""Compares options that must be equal at all ranks. These are all fields of the dataclasses that hold
-options, except fields that are declared otherwise (OWN, compared()). So a new option is compared by default.
+"""Compares options that must be equal at all ranks.
 
-Torch-free; any thread.
+The options are fields of dataclasses. All fields are compared, except those whose metadata are OWN. So a new
+option is compared by default. Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ __all__ = ["OWN", "compared", "difference", "given", "settings_of"]
 _HOW = "pipedream.compared"
 
 OWN: dict[str, Any] = {_HOW: None}
-"""Metadata of a field that may differ between ranks, or that cannot be shown in JSON, such as a function."""
+"""Metadata of a field that is not compared: it may differ between ranks, or JSON cannot show it."""
 
 
 def compared(name: str = "", said: Callable[[Any], Any] | None = None) -> dict[str, Any]:
     """Returns metadata of a field that is compared under another name or in another form. name: run()'s name
-    for the argument. said: function that converts the value to the JSON value that is compared and shown.
+    for the argument. said: function that converts the field's value to the JSON value that is compared.
     """
     return {_HOW: (name, said)}
 
 
 def given(value: Any) -> str | None:
-    """Returns "given" for a value that cannot be shown or may differ, and None for None."""
+    """Converts a field's value for compared(), if only matters whether the field is None or not."""
     return None if value is None else "given"
 
 
 def settings_of(options: Any) -> dict[str, Any]:
-    """Returns the settings to compare, by run()'s names of the arguments. The values have gone through JSON,
-    so that tuples are lists as in another rank's settings.
+    """Returns the settings to compare: name of run()'s argument -> value. The values have gone through JSON,
+    which makes tuples lists, so that they equal the settings that another rank sends.
     """
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(options):

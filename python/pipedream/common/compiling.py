@@ -19,8 +19,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def unmarked_until_compiling(marked: _Function) -> _Function:
-    """Returns a function that does the same as `marked`. As long as torch._dynamo is not imported it has no
-    mark, because nothing can be compiled until then.
+    """Returns a function that calls `marked`. As long as torch._dynamo is not imported, it calls the function
+    under the mark instead, because nothing can be compiled until then.
     """
     plain = getattr(marked, "__wrapped__", marked)
 

@@ -48,8 +48,8 @@ _SWITCH = "PIPEDREAM_OWN_CPUS"
 
 
 def own_cpus(local_rank: int) -> list[int]:
-    """Returns the CPUs for the worker with this local rank on this machine. Empty if $PIPEDREAM_OWN_CPUS is
-    0.
+    """Returns the CPUs for the worker with this local rank. The list is empty if the machine has one worker
+    or fewer CPUs than workers, or if $PIPEDREAM_OWN_CPUS is 0.
     """
     num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_workers == 1 or os.environ.get(_SWITCH) == "0":

@@ -89,7 +89,7 @@ def check_list(field: str, value: object) -> list[Any]:
 
 
 def check_number(field: str, value: object, *, positive: bool = False) -> float:
-    """Returns a finite number that is not negative, or that is positive."""
+    """Returns the value as a float. It must be finite and not negative, or, with positive=True, above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{field} is {_shown(value)}: it must be a number")
     try:
@@ -123,8 +123,8 @@ def check_text(field: str, value: object) -> str:
 
 
 def check_figures(field: str, value: object, *, negative: bool = False) -> None:
-    """Raises ValueError for NaN and infinity, and for negative numbers unless allowed, anywhere in a nested
-    value.
+    """Checks all numbers in a nested value. Raises ValueError for NaN and infinity, and for negative numbers
+    unless negative=True.
     """
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -190,8 +190,8 @@ _CHECKS: dict[Any, Callable[[str, object], Any]] = {float: check_number, int: ch
 
 
 def write_value(value: Any) -> Any:
-    """Returns the form of a value in a file, which read_value() reads. Fields that the file may lack are left
-    out if they are None or empty.
+    """Returns a value in the form that a file has and read_value() reads. Fields that may be missing in a
+    file are left out if they are None or empty.
     """
     if value is None or isinstance(value, (str, int, float)):
         return value

@@ -110,9 +110,9 @@ def position_kept(losses: Callable[[], list[float]], minibatch: Callable[[], int
 
 @contextlib.contextmanager
 def afterwards(clean_up: Callable[[], object]) -> Iterator[None]:
-    """Calls clean_up after the with block. If the block has failed and clean_up fails too, the block's error
-    is raised, and the error of clean_up is added as a note. Otherwise a failed device would hide its first
-    error, because everything that uses the device fails afterwards.
+    """Calls clean_up after the with block, whether the block failed or not. If both fail, the block's error
+    is raised with clean_up's error as a note. On a failed device every later call fails, and only the first
+    error says why.
     """
     try:
         yield
@@ -128,8 +128,8 @@ def afterwards(clean_up: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failures_of_others() -> Iterator[None]:
-    """A context around calls that raise PipelineError with the text that another worker left in the
-    rendezvous.
+    """A context around calls that read the rendezvous (links/). They raise PipelineError with the text of
+    another worker's error. The context raises that error with its own type instead.
     """
     try:
         yield

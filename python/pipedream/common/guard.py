@@ -17,8 +17,8 @@ from typing import Any
 
 __all__ = ["RUN_FOLDER_VARIABLE", "check_main_guard", "error_path", "one_run_at_a_time", "write_record"]
 
-# The environment variable with the folder in which a local worker stores its error for the caller. It is set
-# while local workers run.
+# The environment variable with the folder in which a local worker stores its error for the caller: the
+# process that called run() and started the worker. The variable is set while local workers run.
 RUN_FOLDER_VARIABLE = "PIPEDREAM_RUN_FOLDER"
 
 _MESSAGE = (
@@ -26,7 +26,7 @@ _MESSAGE = (
     " worker process imports the script to find its classes"
 )
 
-_running = threading.Lock()  # held by this process's run, or by the run that this process is a worker of
+_running = threading.Lock()  # held while this process trains, as a caller of run() or as a local worker
 
 
 @contextlib.contextmanager
@@ -50,20 +50,16 @@ def error_path(folder: str | os.PathLike[str], name: str) -> Path:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Writes a file in one step, because the caller may read it at any time, even while another worker
-    writes.
-    """
+    """Writes a file in one step: the caller may read at any time, and must never see half a record."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record), encoding="utf-8")
     part.replace(path)
 
 
 def check_main_guard() -> None:
-    """Refuses a script without the `__main__` guard. Call this first in every function that such a script may
-    call. It returns at once unless a worker process is importing the script.
-
-    In a worker that is importing the script, this function stores an error for the caller and ends the
-    process.
+    """Refuses a script without the `__main__` guard. Every function that such a script may call must call
+    this first. It does nothing unless a worker process is importing the script. Then it stores an error for
+    the caller and ends the process.
     """
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return

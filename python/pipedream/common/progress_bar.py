@@ -23,7 +23,7 @@ __all__ = ["progress_bar", "seconds_bar"]
 def progress_bar(
     doing: str, total: float, unit: str, *, is_shown: bool = True
 ) -> Iterator[Callable[[float], None]]:
-    """Shows a bar of steps. Yields a function that advances it by a number of steps."""
+    """Shows a bar that counts steps. Yields a function that advances the bar by a number of steps."""
     console = _terminal() if is_shown else None
     if console is None:
         yield lambda steps: None
@@ -36,8 +36,8 @@ def progress_bar(
 
 @contextlib.contextmanager
 def seconds_bar(doing: str, seconds: float) -> Iterator[Callable[[], None]]:
-    """Shows a bar that fills as time passes. Yields a function that starts the bar's clock. Before its first
-    call the bar only shows activity. Later calls change nothing.
+    """Shows a bar that fills as time passes. Yields a function that starts the bar's clock at its first call.
+    Until then the bar only shows activity.
     """
     console = _terminal()
     if console is None:

@@ -1,11 +1,11 @@
-"""Defines the tree of ranks through which initial weights, final weights and results are sent between rank 0
-and the other ranks. However many ranks there are, no rank has more than NUM_CHILDREN_MAX children.
+"""Defines the tree of ranks through which weights and results are sent between rank 0 and the other ranks.
 
             0                  rank r sends to ranks k r + 1 ... k r + k, with k = NUM_CHILDREN_MAX.
       1  2 ... k               With up to k + 1 ranks, rank 0 sends to all others.
     k+1 ...
 
-Each rank forwards everything for the ranks below it, in the order of subtree_of(). Torch-free; pure.
+So no rank has more than k children, however many ranks there are. Each rank forwards everything for the ranks
+below it, in the order of subtree_of(). Torch-free; pure.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ NUM_CHILDREN_MAX = 8
 PIECE_BYTES = 1 << 20
 """Bytes of the largest piece in which weights and results are sent."""
 NUM_PIECES = 4
-"""The largest number of pieces that a rank may have received from a neighbour in the tree and not yet
-used.
-"""
+"""A rank may have at most this many pieces that a neighbour in the tree has sent and it has not yet used."""
 
 
 def parent_of(rank: int) -> int:
-    """Returns the parent of a rank other than 0. The parent is a smaller rank, so the first n ranks are a
-    tree for every n.
+    """Returns the parent of a rank other than 0. It is a smaller rank, so ranks 0 to n - 1 are a tree for
+    every n.
     """
     return (rank - 1) // NUM_CHILDREN_MAX
 

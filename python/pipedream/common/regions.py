@@ -1,5 +1,5 @@
-"""A region is a function that makes a context around a part of a stage's work, such as one forward. Each part
-enters a new context. A run without regions has no cost.
+"""A region is a function that makes a context, such as the profiler's record_function, around a part of a
+stage's work, such as one forward. The region is called anew for each part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def entered(regions: Sequence[Region]) -> Iterator[None]:
 
 
 def within(region: Region | None, function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Returns a function that runs inside the region. Without a region it is the function itself."""
+    """Returns a function that calls `function` inside the region. If region is None, returns `function`."""
     if region is None:
         return function
     make_region = region

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], aligned: str) -> str:
-    """Returns the table. Columns are two spaces apart. aligned: "<" (left) or ">" (right) for each column.
-    Empty columns are left out.
+    """Returns the table as text. Columns are two spaces apart, and columns without any entry are left out.
+    aligned: a string with "<" (left) or ">" (right) for each column.
     """
     kept = [c for c in range(len(headings)) if any(row[c] for row in rows)]
     widths = {c: max(len(headings[c]), *(len(row[c]) for row in rows)) for c in kept}
@@ -19,7 +19,7 @@ def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], aligned
 
 
 def html_of(text: str) -> str:
-    """Returns the text for a notebook, in a fixed-width font."""
+    """Returns the text as HTML, which a notebook shows in a fixed-width font."""
     return f"<pre>{html.escape(text)}</pre>"
 
 

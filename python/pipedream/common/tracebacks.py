@@ -37,8 +37,8 @@ _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.s
 _LIBRARY_FOLDERS = tuple(
     sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-# Files of torch whose frames are around every forward, and around every operation while the memory meter's
-# dispatch mode counts bytes.
+# Torch's own files. The first four have frames around every forward. The last has frames around every
+# operation while a dispatch mode counts the bytes of tensors.
 _CALLS = tuple(
     os.path.join("torch", *path)
     for path in (
@@ -78,8 +78,8 @@ def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[
 
 
 def _say_in_one_line(interrupt: KeyboardInterrupt, function_name: str) -> None:
-    """Makes Python print one line if nobody catches the interrupt. If the user has installed an excepthook,
-    that hook stays.
+    """Makes Python print one line, without a traceback, if nobody catches the interrupt. Does nothing if the
+    user has installed a sys.excepthook.
     """
     if wants_whole_tracebacks() or sys.excepthook is not sys.__excepthook__:
         return
@@ -110,8 +110,8 @@ def shorten(error: Exception) -> None:
 
 
 def describe_user_error(error: BaseException) -> str | None:
-    """Returns the traceback of the user's code that failed, as text to show with the error's message. None if
-    the message says everything.
+    """Returns the traceback of the user's code that failed, as text to show with the error's message. Returns
+    None if pipedream itself raised the error for the user: then the message says everything.
     """
     if wants_whole_tracebacks():
         return "".join(traceback.format_exception(error))
@@ -127,16 +127,16 @@ def describe_user_error(error: BaseException) -> str | None:
 
 
 def place_of_user_code(error: BaseException) -> str | None:
-    """Returns the file and line of the user's code that raised, if pipedream called that code. This is for
-    output without a traceback.
+    """Returns the file and line of the user's code that raised, for output without a traceback. Returns None
+    if pipedream called no user code.
     """
     users = [frame for frame in _users_frames(error.__traceback__) if _is_users(frame)]
     return f"{users[-1].tb_frame.f_code.co_filename}, line {users[-1].tb_lineno}" if users else None
 
 
 def _cut(trace: TracebackType | None) -> TracebackType | None:
-    """Returns the traceback without pipedream's frames. It begins with the first frame of the user's code
-    that pipedream called. A traceback without any frame of pipedream is returned whole.
+    """Returns the traceback without pipedream's frames and without those of torch that call modules. It
+    begins with the first frame of the user's code that pipedream called.
     """
     frames = _frames(trace)
     if not any(map(_is_ours, frames)):
@@ -150,8 +150,8 @@ def _cut(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
-    """Returns the frames from the first frame of user code that pipedream called to the last. Empty if
-    pipedream called no user code.
+    """Returns the frames from the first frame of user code that pipedream called to the last. The list is
+    empty if pipedream called no user code.
     """
     frames = _frames(trace)
     ours = next((index for index, frame in enumerate(frames) if _is_ours(frame)), len(frames))
@@ -182,8 +182,8 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_ours(frame: TracebackType) -> bool:
-    """Whether the frame is pipedream's. The __init__ of a dataclass has no file, and neither has code of
-    python -c, so for such frames the module's name decides.
+    """Whether the frame is pipedream's. Code that is made at run time, such as the __init__ of a dataclass,
+    has the file name "<string>". Then the name of the frame's module decides.
     """
     code_file, module = frame.tb_frame.f_code.co_filename, frame.tb_frame.f_globals.get("__name__", "")
     return code_file.startswith(_OUR_FOLDER) or (code_file == "<string>" and _is_our_module(module))

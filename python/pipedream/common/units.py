@@ -82,8 +82,8 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_figure(number: float) -> str:
-    """Returns a number as text with four digits, as "0.08333", or with all digits of a larger whole number,
-    as "15300".
+    """Returns a number with four digits, such as "0.08333". A number from 1000 on is rounded to a whole
+    number, such as "15300".
     """
     return f"{number:.0f}" if 1000 <= abs(number) < 1e15 else f"{number:.4g}"
 
@@ -111,7 +111,7 @@ def _to_float(number: float, what: str, remedy: str) -> float:
 
 
 def _largest_unit(amount: float, units: dict[str, float] | dict[str, int]) -> str:
-    # `units` is ordered from small to large. The smallest unit is also used for values below 1.
+    # `units` is ordered from small to large. Amounts below the smallest unit get the smallest unit.
     names = list(units)
     return max(
         (name for name in names if abs(amount) >= units[name]), key=lambda name: units[name], default=names[0]

@@ -1,1 +1,1 @@
-"""Reading minibatches at the stages that need them."""
+"""This package reads minibatches at the stages that need them."""

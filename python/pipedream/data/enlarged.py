@@ -43,7 +43,8 @@ def shaped(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def _made(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]], *, cuts: bool) -> tuple[Any, Any]:
     if type(first_microbatch(inputs)) is Keywords and not any(name.startswith("inputs.") for name in shapes):
-        # The shapes come from data that yield one batch for the model and the loss: they are named KEY.
+        # The shapes are named after the entries of a batch: "input_ids". In a pair whose inputs are such a
+        # batch, the same tensors are named "inputs.input_ids".
         shapes = {f"inputs.{name}": shape for name, shape in shapes.items()} | {**shapes}
     pairs = zip(inputs, targets, strict=True) if isinstance(inputs, Microbatches) else [(inputs, targets)]
     made: dict[int, Tensor] = {}

@@ -1,9 +1,13 @@
 """Reads a run's minibatches at a stage that needs them. It looks ahead to find a minibatch that is larger
 than planned.
 
-    planned for 4 x 16, 2-1 replicas    minibatch  0    1    2    3    4    5
-                                        length     16   8  | 16   24 | 20   8
-    Minibatch 3 is larger. The data end before its group (2 and 3) until there is memory for 4 x 24.
+    planned for 4 samples of length 16; stages of 2 and 1 replicas, so a group is 2 minibatches
+
+    minibatch    0    1  |  2    3  |  4    5
+    length       16   8  |  16   24 |  20   8
+
+Minibatch 3 is larger. So the data end before its group (minibatches 2 and 3), until there is memory for
+length 24.
 
 All minibatches of a group are read before the first is handed out. A group begins and ends where the rounds
 of all stages end, so no round is split if the data end before a group. Without replicas a group is one
@@ -205,7 +209,7 @@ def exceeds(planned: Boundary, inputs: Any) -> bool:
 
 
 def in_own_memory(batch: Minibatch) -> Minibatch:
-    """Copies a minibatch, because its stream may overwrite the memory with the next minibatch."""
+    """Returns a copy of the minibatch. Its stream may overwrite the original with the next minibatch."""
     inputs = map_tensors(Tensor.clone, batch.inputs)
     targets = inputs if batch.targets is batch.inputs else map_tensors(Tensor.clone, batch.targets)
     return batch._replace(inputs=inputs, targets=targets)

@@ -67,7 +67,7 @@ class Minibatch(NamedTuple):
 
 @dataclass(frozen=True)
 class LargerMinibatch:
-    """The reason why the data have ended for now: a minibatch is larger than planned."""
+    """The reason why the data have ended for now: some minibatch is larger than planned."""
 
     first: int
     """The minibatch before which the data have ended. It is the first of the larger minibatch's group."""
@@ -175,9 +175,11 @@ def epochs_of(
 
 
 def epochs_told(data: Iterable[Any], epochs: Iterable[int]) -> Iterator[int]:
-    """Yields the epochs, and first tells each one to what takes it by set_epoch(): a plain loop calls
-    sampler.set_epoch(epoch), and without it a sampler of torch's DistributedSampler's kind gives every epoch
-    the same order. Epochs count from the one that is set when the run begins, which is set again at the end.
+    """Yields the epochs. First it calls set_epoch() of the data, their samplers and their dataset, as a plain
+    loop would. Without this call, torch's DistributedSampler gives every epoch the same order.
+
+    An epoch is counted from the `epoch` that the object has when the run begins. That one is set again at the
+    end.
     """
     told = [(each, getattr(each, "epoch", None)) for each in takes_epochs(data)]
     has_told = False
@@ -276,8 +278,8 @@ class DataStream:
         generators: RngStream | None = None,
         notes_positions: bool = False,
     ) -> None:
-        """generators: the random numbers of the data. None: the data draw from the process's generators.
-        notes_positions: whether to record what position() needs.
+        """generators: the stream of random numbers from which the data draw. None: the data draw from the
+        process's generators. notes_positions: whether to record what position() needs.
         """
         self._data = data
         self._epochs = epochs
@@ -421,7 +423,7 @@ class ForwardedData:
 
 
 class ReceivedStream:
-    """Minibatches that the caller forwards.
+    """Yields the minibatches that the caller forwards.
 
     receive_inputs, receive_targets: functions that return the next (tensors, fingerprint) of a channel, or
     None at the channel's end. Each is None if the stage does not read the channel, or if the channel is not

@@ -1,13 +1,12 @@
 """Makes batch norm work with microbatches. Each microbatch is normalised by its own statistics.
 
-If the run cuts a minibatch, the running statistics are updated once per minibatch, as in GPipe. The update
-uses the mean and variance over all of its microbatches (MinibatchStatistics). If the data yield Microbatches,
-the running statistics are updated once per microbatch, as in a plain loop that accumulates gradients.
+MinibatchStatistics updates the running statistics once per minibatch, as in GPipe. It uses the mean and
+variance over all microbatches of the minibatch. If the data yield Microbatches, it is not used: the running
+statistics are updated once per microbatch, as in a plain loop that accumulates gradients.
 
-EvaluatedNorms detects a wrong gradient in a stage whose norms alternate between evaluation and training while
-minibatches are in flight. The backward of a norm in eval mode reads the running statistics again. Torch
-updates these in place and does not count the update as a version. So if another minibatch trains between a
-forward and its backward, the gradient is silently wrong. A plain loop has the same fault.
+EvaluatedNorms detects a wrong gradient. The backward of a norm in eval mode reads the running statistics
+again. Torch updates these in place and does not count the update as a version. So if another minibatch trains
+the norm between a forward and its backward, the gradient is silently wrong. A plain loop has the same fault.
 
 Source: GPipe (NeurIPS'19), section 2.2. Owned by the worker's compute thread.
 """
@@ -40,7 +39,7 @@ class _Moments:
         self.squares: Tensor | None = None
 
     def merge(self, values: Tensor, dtype: torch.dtype) -> None:
-        """values: (batch, channels, ...)."""
+        """Adds the values of one microbatch. values: (batch, channels, ...)."""
         if values.numel() == 0:
             return
         dims = [dim for dim in range(values.dim()) if dim != 1]
@@ -87,8 +86,8 @@ class MinibatchStatistics:
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:
         """A context around forwards that are repeated, in a recompute or in the backward of layers that
-        checkpoint themselves. It collects nothing, because the first forward's statistics have been
-        collected.
+        checkpoint themselves. It collects nothing, because microbatch() has collected the statistics of the
+        first forward.
         """
         with _not_tracking(self._tracking):
             yield
@@ -108,7 +107,7 @@ class MinibatchStatistics:
 
 
 def _tracks(norm: _BatchNorm) -> bool:
-    # Uses __dict__ because nn.Module's __getattr__, and __setattr__ below, take ten times as long.
+    # norm.__dict__ is used because nn.Module's __getattr__ and __setattr__ take ten times as long.
     fields = norm.__dict__
     return fields["track_running_stats"] and fields["_buffers"]["running_mean"] is not None
 
@@ -116,7 +115,7 @@ def _tracks(norm: _BatchNorm) -> bool:
 @contextlib.contextmanager
 def _not_tracking(norms: list[_BatchNorm]) -> Iterator[None]:
     # A norm that does not track running statistics uses the batch's statistics in training, and changes no
-    # buffer. In eval mode it uses its running statistics all the same.
+    # buffer. In eval mode it still uses its running statistics.
     for norm in norms:
         norm.__dict__["track_running_stats"] = False
     try:
@@ -141,7 +140,7 @@ def _update_running(norm: _BatchNorm, moments: _Moments) -> None:
 
 
 Item = tuple[int, int]
-"""(minibatch, microbatch)."""
+"""A microbatch as (minibatch, microbatch)."""
 
 
 class EvaluatedNorms:
@@ -168,8 +167,8 @@ class EvaluatedNorms:
         return bool(self._norms)
 
     def check(self, item: Item, in_flight: Container[Item]) -> None:
-        """Checks the norms after the forward of `item`, a microbatch. in_flight: the microbatches whose
-        backward is yet to come.
+        """Checks the norms after the forward of a microbatch. item: the microbatch. in_flight: the
+        microbatches whose backward is yet to come.
 
         Raises ValueError if a norm has been trained after it ran in eval mode for a microbatch in flight.
         """

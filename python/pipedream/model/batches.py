@@ -1,11 +1,12 @@
 """Defines the forms that a minibatch may have, and calls a model and a loss with each form.
 
     (inputs, targets)      model(inputs), loss_fn(outputs, targets). If the model's forward takes several
-                           arguments, a tuple or list of inputs is its positional arguments, a dict its
+                           arguments, a tuple or list of inputs is its positional arguments, and a dict is its
                            arguments by name.
     a dict or dataclass    model(**batch), loss_fn(outputs, batch)
     Microbatches           each of its batches in turn, in one of these forms
-    loss_fn=None           the model computes the loss: its output's .loss, or the output itself
+    loss_fn=None           the model computes the loss: its output's .loss, the first entry of a tuple or
+                           list, or the output itself
 
 These functions are pure; any thread.
 """
@@ -30,9 +31,9 @@ class Keywords(dict[str, Any]):
 
 
 def parts_of(batch: Any, minibatch: int) -> tuple[Any, Any]:
-    """Splits a batch from `data` or `batches` into (inputs, targets). Microbatches become Microbatches of
-    inputs and of targets. Raises TypeError naming the minibatch, and ValueError for Microbatches without a
-    batch.
+    """Splits a batch from `data` or `batches` into (inputs, targets). Microbatches are split into
+    Microbatches of inputs and Microbatches of targets. Raises TypeError naming the minibatch, and ValueError
+    for Microbatches without a batch.
     """
     if isinstance(batch, Microbatches):
         return _parts_of_each(batch, minibatch)
@@ -67,8 +68,8 @@ def _parts_of_each(batches: Microbatches, minibatch: int) -> tuple[Any, Any]:
 
 
 def first_microbatch(part: Any) -> Any:
-    """Returns the first batch of Microbatches. Other inputs or targets are returned whole; they are cut
-    later.
+    """Returns the first batch of Microbatches. Any other inputs or targets are returned whole, because they
+    are cut later.
     """
     return part[0] if isinstance(part, Microbatches) else part
 
@@ -112,7 +113,7 @@ def _why_not_bound(model: nn.Module, inputs: Keywords) -> str:
 
 @functools.cache
 def _takes_one(forward: Callable[..., Any]) -> bool:
-    """Whether a class's forward can be called with a single argument."""
+    """Whether a class's forward can be called with a single argument besides self."""
     try:
         inspect.signature(forward).bind(None, None)
     except TypeError:
@@ -123,7 +124,9 @@ def _takes_one(forward: Callable[..., Any]) -> bool:
 
 
 def _check_only_loss(outputs: Sequence[Any]) -> None:
-    """Raises ValueError for several scalars that need a gradient: only the first would be trained."""
+    """Raises ValueError if several outputs are scalars that need a gradient: only the first would be
+    trained.
+    """
     scalars = [one for one in outputs if isinstance(one, Tensor) and one.dim() == 0 and one.requires_grad]
     if len(scalars) > 1:
         raise ValueError(

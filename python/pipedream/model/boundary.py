@@ -1,5 +1,5 @@
-"""Boundary describes the value that crosses the cut between two stages. It is planned in a rehearsal, and
-every minibatch's value is checked against it.
+"""Boundary describes the value that crosses the cut between two stages. A rehearsal before the run finds out
+what crosses. Each minibatch's value must then fit the boundary.
 
 A value is a tensor, or nested tuples, lists and dicts (str keys) of tensors and JSON constants. Only its
 tensors are sent, each once, in the order of the structure. Both sides know the structure. This module also
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _from_dlpack  # the public one takes several us to get there
+from torch._C import _from_dlpack  # torch.from_dlpack would take several microseconds longer
 from torch.utils.dlpack import to_dlpack
 
 from pipedream import _core
@@ -69,8 +69,8 @@ class Boundary:
         """Returns the boundary of a value. Raises ValueError, naming the place, for a value that cannot
         cross.
 
-        needs_tensor: refuses a value that has constants only. num_beside: number of additional tensors that
-        will cross.
+        needs_tensor: whether a value without any tensor is refused. num_beside: number of additional tensors
+        that will cross.
         """
         index_of: dict[int, int] = {}
         specs: list[TensorSpec] = []
@@ -86,7 +86,7 @@ class Boundary:
         return cls(structure, tuple(specs))
 
     def or_as(self, other: Boundary) -> Boundary:
-        """Returns a boundary with room for the values of either boundary, `self` or `other`. Raises
+        """Returns a boundary with room for the values of both boundaries, `self` and `other`. Raises
         ValueError if the two differ in more than sizes.
         """
         kinds = [[(spec.dtype, len(spec.shape)) for spec in b.tensors] for b in (self, other)]
@@ -102,7 +102,7 @@ class Boundary:
 
     @functools.cached_property
     def _lone(self) -> TensorSpec | None:
-        """The spec of the only tensor, if the value is a single tensor, as most values are; None for any
+        """The spec of the only tensor, if the value is a single tensor, as it is at most cuts. None for any
         other value.
         """
         return self.tensors[0] if "tensor" in self.structure else None
@@ -177,8 +177,9 @@ class Boundary:
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raises ValueError unless the tensors fit the plan.
 
-        The number of tensors, their dtypes and their ranks must be as planned. No tensor may have a larger
-        first dimension or more bytes than planned. Smaller tensors are fine: the last batch may be short.
+        The number of tensors, their dtypes and their numbers of dimensions must be as planned. No tensor may
+        have a larger first dimension or more bytes than planned. It may be smaller: the last batch may be
+        short.
         """
         if len(tensors) != len(self.tensors):
             raise ValueError(
@@ -192,8 +193,9 @@ class Boundary:
             if fault is not None:
                 raise ValueError(f"{self._name_of(tensor_index)} {fault}")
 
-    # sent() and received() change between the layout in which tensors are sent and the layout in which a
-    # stage uses them. gradients: whether the tensors are gradients.
+    # Tensors are sent row-major. A stage uses each in the layout that it had in the first minibatch, such as
+    # channels_last. sent() and received() change between the two. gradients: whether the tensors are
+    # gradients.
 
     def sent(self, tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> list[torch.Tensor]:
         return _each(as_sent, tensors, self._gradient_orders if gradients else self._orders)
@@ -232,9 +234,9 @@ class Boundary:
 
 
 class _Alias(torch.autograd.Function):
-    """Returns a tensor in the same memory that autograd treats as neither a leaf nor a view.
+    """Returns a tensor in the same memory. For autograd it is neither a leaf nor a view.
 
-    It uses `.data` and not detach(), because detach() makes a view, and autograd forbids changing a view in
+    It is made by `.data` and not by detach(). detach() makes a view, and autograd forbids changing a view in
     place that a custom function returns.
     """
 
@@ -352,7 +354,7 @@ def _each(
 
 
 def _describe(value: Any, place: str, index_of: dict[int, int], specs: list[TensorSpec]) -> dict[str, Any]:
-    # Only exact types: a named tuple or an ordered dict would arrive as another type.
+    # Only these exact types may cross, because a named tuple or an ordered dict would arrive as another type.
     if isinstance(value, torch.Tensor):
         if id(value) not in index_of:
             index_of[id(value)] = len(specs)

@@ -30,8 +30,8 @@ _BEFORE = "_pipedream_call_before"  # attribute of an intercepting function: the
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile compiled the module, so that its calls run generated code. Intercepted calls do
-    not count as compiled.
+    """Whether torch.compile compiled the module, so that its calls run generated code. A module whose calls
+    are intercepted here does not count as compiled.
     """
     call = module._compiled_call_impl
     while hasattr(call, _BEFORE):
@@ -40,7 +40,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def uncompiled(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which compiled modules run eagerly. Compiled code does not show its operations."""
+    """Returns a context in which compiled modules run eagerly, because compiled code hides its operations."""
     if not any(is_compiled(module) for root in modules for module in root.modules()):
         return contextlib.nullcontext()  # set_stance imports the compiler, which takes seconds
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

@@ -36,7 +36,7 @@ class Contents:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """modules: modules that are not saved here, because the caller saves them in another way."""
-        # Keyed by id(). The objects are kept alive, so that their ids stay unique.
+        # By id(). Each object is kept alive with its function, so that its id stays its own.
         self._kept: dict[int, tuple[Any, Callable[[], object]]] = {
             id(module): (module, _nothing) for module in modules
         }

@@ -1,9 +1,8 @@
-"""Makes copies of data, so that a minibatch can be read before the run without using anything up: counters of
+"""Makes copies of data. A copy can be read before the run without using anything of the data up: counters of
 a dataset or sampler, entries of a queue, random numbers of a generator.
 
-Reading a copy leaves the state of a DataLoader's generators unchanged. After a run the generators are in the
-state that they would have if the caller had iterated the loader. Stateless; used on the thread that reads the
-copy.
+After a run the generators of a DataLoader are in the state that they would have if the caller had iterated
+the loader. Stateless; used on the thread that reads the copy.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _INDICES = {torch.int64, torch.int32}
 
 
 def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
-    """Returns a copy of the data to iterate. None if the copy would share something that iterating uses up,
-    such as the position in an open file or the entries of a queue.
+    """Returns a copy of the data to iterate. Returns None if the copy would share something that iterating
+    uses up, such as the position in an open file or the entries of a queue.
     """
     if isinstance(data, (list, tuple)):
         return data
@@ -58,9 +57,9 @@ def has_indices(data: Iterable[Any]) -> bool:
 
 
 def without_processes(data: Iterable[Any]) -> Iterable[Any]:
-    """Returns a copy of a DataLoader without its worker processes, and any other data unchanged. A loader
-    with persistent_workers keeps processes after an iteration, which cannot be pickled; the copy starts its
-    own.
+    """Returns a copy of a DataLoader without its worker processes. Returns any other data unchanged. A loader
+    with persistent_workers keeps its processes after an iteration, and processes cannot be pickled. The copy
+    starts processes of its own.
     """
     if not isinstance(data, DataLoader) or data._iterator is None:
         return data
@@ -75,7 +74,7 @@ def _copy_of_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     dataset = _shallow_copy(loader.dataset)
     parts = (loader.generator, loader.sampler, loader.batch_sampler)
     generator, sampler, batch_sampler = _copy_of_samplers(parts, {id(loader.dataset): dataset})
-    # A loader refuses to set these attributes once it is made.
+    # They are set in vars(), because a DataLoader refuses to change these attributes once it is made.
     vars(copied).update(dataset=dataset, generator=generator, sampler=sampler, batch_sampler=batch_sampler)
     return copied  # type: ignore[no-any-return]
 
@@ -163,8 +162,8 @@ def generator_states(data: Iterable[Any]) -> list[Tensor]:
 
 
 def set_generators(data: Iterable[Any], states: Sequence[Tensor]) -> None:
-    """Sets the data's generators. states: the result of generator_states() for these data or a copy; empty if
-    another process iterated the data.
+    """Sets the states of the data's generators. states: what generator_states() returned for these data or a
+    copy of them. An empty list leaves the generators as they are.
     """
     for generator, state in zip(_generators_of(data), states, strict=False):
         generator.set_state(state)
@@ -172,7 +171,7 @@ def set_generators(data: Iterable[Any], states: Sequence[Tensor]) -> None:
 
 @contextlib.contextmanager
 def generators_of_loader_kept(data: Iterable[Any]) -> Iterator[None]:
-    """The data may be iterated in the with block. Afterwards a DataLoader's generators have their former
+    """A context in which the data may be iterated. At its end a DataLoader's generators get their former
     states.
     """
     states = generator_states(data)

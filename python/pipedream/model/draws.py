@@ -1,16 +1,18 @@
-"""Keys the random numbers of a model's forward by the place that draws them and by the microbatch. Dropout
+"""Seeds the random numbers of a model's forward by the place that draws them and by the microbatch. Dropout
 masks are then the same for every cut, number of replicas, schedule and recompute.
 
     seed = position << 32 | hash(base seed, minibatch, microbatch, position)
            where in the forward      which numbers are drawn there
 
-A position numbers a place where the generator is seeded. In a list of layers it is the begin of a layer. In a
-traced model it is the begin of a module's call that drew random numbers in the trace. It is also the end of
-such a call, if the code around the call draws numbers next. So a stage after a cut draws the same numbers as
-a run without cuts, although it makes none of the earlier calls.
+A position numbers a place where the generators are seeded:
 
-The seed contains the position because a generator remembers its seed: code that restores a generator's state
-then also restores the position.
+- In a list of layers, it is the begin of a layer that draws.
+- In a traced model, it is the begin of a module's call that drew random numbers in the trace. The end of such
+  a call is a position, too, if the code around the call draws next.
+
+A stage after a cut makes none of the earlier calls. It still draws the numbers of a run without cuts, because
+it seeds at the same positions. A generator remembers its seed. So code that restores a generator's state also
+restores the position, which the seed contains.
 
     forward         begin() seeds at the stage's first position, each call that draws at its own position
     recompute       calls begin() again, so it draws the same numbers
@@ -86,7 +88,7 @@ class DrawSites:
         return bool(self.begins) or self.draws_between or self.of_loss > 0
 
     def __add__(self, other: DrawSites) -> DrawSites:
-        """Joins the places of several stages of a list of layers."""
+        """Returns the places of two stages of a list of layers together."""
         return DrawSites({**self.begins, **other.begins}, of_loss=max(self.of_loss, other.of_loss))
 
 
@@ -130,8 +132,8 @@ def sites_of_trace(trace: Trace, model: nn.Module) -> DrawSites:
 
 
 def _alike(model: nn.Module, drawing: Iterable[str]) -> list[str]:
-    """Returns the names of modules that have the type of a module that draws, such as a layer that LayerDrop
-    skipped in the trace.
+    """Returns the names of modules that may draw, because they have the type of a module that drew in the
+    trace. An example is a layer that LayerDrop skipped in the trace.
     """
     modules = visible_modules(model)
     kinds = {type(module) for name, module in modules if name in set(drawing)}
@@ -160,8 +162,9 @@ class SeenDraws:
 
 
 def _start_of_layer(layer_index: int) -> int:
-    """Returns the position in the random numbers at which the layer before this one draws. 0 for the first
-    layer. Layer i of a list of layers draws at the position (i + 1) << _NEXT_BITS.
+    """Returns the position at which a forward from this layer on begins: 0 for the first layer, and for any
+    other layer the position of the layer before it. Layer i itself draws at the position (i + 1) <<
+    _NEXT_BITS.
     """
     return layer_index << _NEXT_BITS
 
@@ -185,8 +188,8 @@ def _drops(module: nn.Module) -> bool:
 def keyed_draws(
     base: int, stages: Sequence[StageModule], seen: Sequence[SeenDraws], device: torch.device
 ) -> KeyedDraws | None:
-    """Returns the keyed draws of a worker's stages; None if they draw nothing. base: draws_seed() of the run.
-    seen: for each stage, the parts that drew in its rehearsal.
+    """Returns the KeyedDraws of a worker's stages; None if the stages draw nothing. base: draws_seed() of the
+    run. seen: for each stage, the parts that drew in its rehearsal.
     """
     traced = stages[0].traced_draws
     if traced is not None:
@@ -202,7 +205,7 @@ def keyed_draws(
 
 @contextlib.contextmanager
 def drawing_alike(stage: StageModule, device: torch.device) -> Iterator[None]:
-    """In the with block, a stage of a traced model draws the same numbers in every process. So if the model's
+    """A context in which a stage of a traced model draws the same numbers in every process. So if the model's
     code branches on a drawn number, all processes take the same branch. A list of layers draws from the
     generators as usual.
     """
@@ -217,7 +220,9 @@ def drawing_alike(stage: StageModule, device: torch.device) -> Iterator[None]:
 
 
 class KeyedDraws:
-    """Seeds the generators during a worker's forwards."""
+    """Seeds the generators during a worker's forwards, at the positions that the head of this file
+    explains.
+    """
 
     def __init__(
         self,
@@ -256,8 +261,8 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """In the with block, calls of the modules draw by their positions, also when a backward repeats the
-        calls.
+        """A context in which calls of the modules draw by their positions, also when a backward repeats
+        them.
         """
         with calls_seen(self._modules, self._call):
             yield

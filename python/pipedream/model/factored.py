@@ -57,7 +57,7 @@ class FactoredLayers:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """In the with block, the layers are factored."""
+        """A context in which the layers keep factors instead of computing the weights' gradients."""
         pairs = [(name, layer) for name, layers in self._layers.items() for layer in layers]
         for name, layer in pairs:
             vars(layer)["forward"] = _Forward(self, name, layer)
@@ -79,7 +79,9 @@ class FactoredLayers:
             self._is_open = False
 
     def used(self, name: str, node: Any, gradients: Tensor, inputs: Tensor) -> None:
-        """Called by a layer's backward. node: the weight's node in the graph."""
+        """Takes the factors of one use of a weight. A layer's backward calls this. node: the weight's node in
+        the graph.
+        """
         # A layer's hook may start a backward to the layer's inputs only, even during this backward. That
         # backward does not reach the weight, so its factors do not count.
         if self._is_open and torch._C._will_engine_execute_node(node):
@@ -111,8 +113,8 @@ def factorable(stage: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> d
 
 @contextlib.contextmanager
 def rows_counted(layers: Mapping[str, Sequence[nn.Linear]]) -> Iterator[dict[str, int]]:
-    """Yields a dict with the number of rows of each weight's factors, by name. It counts rows of backwards in
-    the with block, if their forwards ran there as well. layers: the result of factorable().
+    """Yields a dict with the number of rows of each weight's factors, by name. A backward adds its rows if it
+    and its forward run in the with block. layers: the result of factorable().
     """
     rows: dict[str, int] = {}
 
@@ -140,14 +142,14 @@ def _is_plain(module: nn.Linear) -> bool:
 
 
 class _Forward:
-    """The forward that replaces a factored layer's."""
+    """The forward of a factored layer. It takes the place of nn.Linear's."""
 
     def __init__(self, factored: FactoredLayers, name: str, layer: nn.Linear) -> None:
         self._factored = factored
         self._name = name
         self._layer = layer
 
-    def __call__(self, input: Tensor) -> Tensor:  # nn.Linear calls its argument so
+    def __call__(self, input: Tensor) -> Tensor:  # nn.Linear's argument has this name, too
         layer = self._layer
         # In two cases the layer runs without factors: the model's own autocast would round the factors, and a
         # weight that functional_call made is not the parameter itself. A gradient then arrives at the weight,
@@ -176,7 +178,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        if torch.is_grad_enabled():  # create_graph=True: this gradient would lack the part of dW
+        if torch.is_grad_enabled():  # create_graph=True: the second derivative would lack the part through dW
             raise RuntimeError(
                 f"the gradient of a gradient is asked for, and that of {ctx.name!r} is pushed as factors:"
                 " leave 'factors' out of the codec of pushes"

@@ -159,7 +159,7 @@ def try_factories(
 
 @contextlib.contextmanager
 def _compiler_left_out() -> Iterator[None]:
-    """In the with block, torch's optimizers are made without importing the compiler. The import would take
+    """A context in which torch's optimizers are made without importing the compiler. The import would take
     seconds in a process that trains nothing.
     """
     marked = torch.optim.Optimizer.add_param_group

@@ -38,7 +38,7 @@ IGNORED = -100
 """The ignore_index of torch's losses."""
 
 _DTYPES = (torch.int64, torch.int32, torch.int16)
-_ROUNDING = 1e-7  # relative, of a loss in float32
+_ROUNDING = 1e-7  # relative rounding error of a loss in float32
 _LOOKS_ON_DEVICE = 8
 """How many times labels on a device are searched for -100; labels on the host are always searched."""
 
@@ -116,9 +116,10 @@ class IgnoredLabels:
         num_microbatches: int,
     ) -> None:
         """Raises ValueError if the loss is a mean over these labels, and the microbatches have unequal shares
-        of them. The loss is tested once, with the first microbatch that has labels of -100. labels: the
-        labels of a microbatch. loss_with: computes the microbatch's loss with other labels, possibly for
-        twice as many samples.
+        of them. The loss is tested only once, with the first microbatch that has labels of -100.
+
+        labels: the labels of a microbatch. loss_with: computes the microbatch's loss with other labels,
+        possibly for twice as many samples.
         """
         if uneven.where not in self._is_shifted:
             if not bool((labels == IGNORED).any()):
@@ -154,7 +155,7 @@ def with_other_labels(value: Any, labels: Tensor, others: Tensor) -> Any:
 
 
 def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
-    """Returns the targets' integer tensors, by the expression as in UnevenLabels.where."""
+    """Returns the targets' integer tensors: expression, as in UnevenLabels.where -> tensor."""
     if isinstance(targets, Tensor):
         return {where: targets} if targets.dtype in _DTYPES and targets.dim() > 0 else {}
     entries: Mapping[Any, Any] = {}

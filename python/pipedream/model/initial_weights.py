@@ -201,7 +201,7 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def _bytes_of(content: Tensor) -> Tensor:
-    """Returns a dense tensor's whole memory as bytes, in any order."""
+    """Returns a dense tensor's whole memory as bytes, in the order of the memory."""
     return torch.empty(0, dtype=torch.uint8).set_(content.untyped_storage())
 
 
@@ -440,7 +440,9 @@ def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]
 
 
 def free_host_bytes() -> int:
-    """Free bytes of host memory. The system's file cache counts as free where the system reports it."""
+    """Returns the free bytes of host memory. The system's file cache counts as free if the system
+    reports it.
+    """
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
         for line in file:
             if line.startswith("MemAvailable:"):

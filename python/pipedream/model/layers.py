@@ -68,10 +68,8 @@ def model_name(model: Model) -> str:
 
 
 def roots_of(model: Model) -> list[tuple[str, nn.Module]]:
-    """Returns (prefix of its parameters' and buffers' full names, module) for modules that together are the
-    whole model.
-
-    Raises as layers_of() does.
+    """Returns the modules that together are the whole model, as pairs (prefix, module). A parameter's full
+    name in the model is the prefix and its name in the module. Raises the errors of layers_of().
     """
     return [(layer.prefix, layer.module) for layer in named_layers(model)]
 
@@ -82,7 +80,7 @@ def is_list_of_layers(model: nn.Module) -> bool:
 
 
 def named_layers(model: Model) -> list[Layer]:
-    """Returns the model's layers. Raises as layers_of() does."""
+    """Returns the model's layers. Raises the errors of layers_of()."""
     if isinstance(model, CutForward):
         model = model.module
         named = [(model_name(model), "", model)]

@@ -25,7 +25,7 @@ __all__ = [
     "weights",
 ]
 
-# Values that all pieces may share.
+# Values of these types are constants. Every microbatch gets the same one.
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 
 
@@ -105,7 +105,7 @@ def _is_of_samples(value: Any, num_samples: int) -> bool:
         return True
     kinds = {type(entry) for entry in value}
     if isinstance(value, tuple) and (len(kinds) > 1 or kinds & {type(None), *_CONSTANTS}):
-        return False  # the entries of a list may be of different kinds, those of a tuple are then fields
+        return False  # in a tuple such entries are fields; in a list they may be samples
     sizes = {tensor.size(0) for tensor in tensors_of(value) if tensor.dim() > 0}
     return sizes not in ({num_samples}, {1, num_samples})
 

@@ -1,6 +1,6 @@
-"""Defines the values of `autocast`, and the loss scale that float16 needs.
+"""Defines the values of run(autocast=...), contexts for autocast, and the loss scale that float16 needs.
 
-Pure values and one rule. The last stage's compute thread owns the scaler.
+The last stage's compute thread owns the LossScaler. The functions need no owner.
 """
 
 from __future__ import annotations

@@ -26,10 +26,9 @@ class BufferMemory:
     same contents. This is needed only for buffers that a forward both reads and changes (spectral norm's
     vectors, codebooks).
 
-    Small buffers are copied before each forward, because a later forward may change a buffer that the first
-    one left alone. Of the others only those that the first forward changes are copied. If a later forward
-    changes another one, it raises an error. Batch norm's running statistics do not count, because a forward
-    in training mode does not read them.
+    Small buffers are copied before each forward. A large buffer is copied only if the first forward changes
+    it. If a later forward changes a large buffer that is not copied, it raises an error. Batch norm's running
+    statistics are not copied, because a forward in training mode does not read them.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -90,7 +89,7 @@ Buffers = list[tuple[nn.Module, str, torch.Tensor | None]]
 
 @contextlib.contextmanager
 def buffers_replayed(stage: nn.Module, kept: Buffers) -> Iterator[None]:
-    """In the with block, the layers work on copies of their buffers with the kept contents. Afterwards they
+    """A context in which the layers work on copies of their buffers with the kept contents. Afterwards they
     have their own buffers again, unchanged.
     """
     owned = [(module, dict(module._buffers)) for module in stage.modules() if module._buffers]

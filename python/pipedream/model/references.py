@@ -163,8 +163,8 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 @contextlib.contextmanager
 def gradients_noticed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """In the with block, ValueError is raised if a gradient arrives at one of these parameters. The error has
-    the parameter's name.
+    """A context that raises ValueError if a gradient arrives at one of these parameters. The error has the
+    parameter's name.
     """
     handles = [
         _told_of_gradients(parameter, _notice if parameter.requires_grad else _notice_thawed, name)
@@ -251,8 +251,7 @@ def _inside(found: Place, *, with_globals: bool) -> Iterator[Place]:
     if isinstance(value, nn.Module):
         yield from _inside_module(found)
     elif isinstance(value, dict):
-        # Reads the stored entries by the base class: a subclass may compute or load the values that it
-        # returns.
+        # The base class reads the stored entries. A subclass may compute or load the values that it returns.
         stored = dict.items(value)
         yield from (found.fixed(f"a key of {path}", key) for key, _ in stored if type(key) not in _ATOMS)
         yield from (
@@ -318,13 +317,13 @@ def _inside_function(found: Place, *, with_globals: bool) -> Iterator[Place]:
     if with_globals:
         for name in sorted(_globals_read(function.__code__)):
             value = function.__globals__.get(name)
-            # Follows functions of the user's own module, but not imported functions.
+            # Functions of the user's own module are followed. Imported functions are not.
             if not isinstance(value, types.FunctionType) or value.__module__ == function.__module__:
                 yield found.fixed(f"{path} (the global {name})", value)
 
 
 def _inside_object(found: Place) -> Iterator[Place]:
-    # Bypasses the object's own look-up, which may run code or raise for a missing attribute.
+    # The object's own look-up is not used, because it may run code, or raise for a missing attribute.
     target, path = found.value, found.path
     with contextlib.suppress(AttributeError):
         attributes = object.__getattribute__(target, "__dict__")

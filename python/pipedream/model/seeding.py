@@ -122,9 +122,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_data(base: int, seed: int | None, num_workers: int) -> None:
-    """Sets the global generators of the process that reads a run's data, by the rule in this module's
-    docstring.
-    """
+    """Seeds the global generators of the process that reads a run's data, as the head of this file says."""
     if num_workers > 1:
         seed_all(data_seed(base))
     elif seed is not None:

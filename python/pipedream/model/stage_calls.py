@@ -67,8 +67,8 @@ def leaves_of(value: Any, *, copies: bool = False) -> Any:
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Runs the backward from the outputs' gradients. Leaves out outputs that need no gradient. Also leaves
-    out outputs whose gradient has no elements, because nothing downstream depended on these outputs.
+    """Runs the backward from the outputs' gradients. Two kinds of outputs are left out: those that need no
+    gradient, and those whose gradient has no elements, because nothing downstream depended on them.
     """
     roots = [
         (output, gradient)
@@ -90,9 +90,11 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def backward_of_loss(loss: Tensor, factor: float = 1.0) -> None:
-    """Runs the backward of factor * loss. Nobody else may use the loss. Does nothing if the loss needs no
-    gradient. The backward starts with `factor` as the gradient of the loss. A multiplication, with torch's
-    checks in Python, would take as long as a small layer's backward.
+    """Runs the backward of factor * loss, or nothing if the loss needs no gradient. Nobody else may use the
+    loss.
+
+    The backward starts with `factor` as the gradient of the loss. A multiplication, with torch's checks in
+    Python, would take as long as a small layer's backward.
     """
     if not loss.requires_grad:
         return

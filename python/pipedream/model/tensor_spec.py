@@ -99,8 +99,8 @@ class TensorSpec:
             )
         return None
 
-    # A tensor of the first minibatch may be None in a later one. A tensor of size 0 in every dimension is
-    # then sent.
+    # A tensor of the first minibatch may be None in a later one. Then a tensor of size 0 in every dimension
+    # is sent.
 
     def for_none(self, device: torch.device) -> Tensor | None:
         """Returns the tensor that stands for None; None if the planned shape allows no such tensor."""
@@ -130,8 +130,8 @@ class TensorSpec:
 
 
 def order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> DimOrder:
-    """Returns the order of a tensor's dimensions in memory. Gaps in the memory and expanded dimensions are
-    ignored, as when the tensor is cloned.
+    """Returns the order of a tensor's dimensions in memory. Gaps and expanded dimensions are left out of
+    account, because a copy of the tensor has none.
     """
     row_major, num_entries = [0] * len(shape), 1
     for dim in reversed(range(len(shape))):

@@ -87,7 +87,7 @@ ROOT = -1
 
 
 class Version(NamedTuple):
-    """The contents of a storage at one time."""
+    """Identifies the contents of a storage at one time. They last until the next write to the storage."""
 
     storage: int
     writes: int
@@ -111,7 +111,7 @@ class CallCounter:
     """Assigns keys to the calls of one forward, in the order of the calls."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        """names: calls.module_names()."""
+        """names: the result of calls.module_names()."""
         self._names = names
         self._times_called: Counter[str] = Counter()
 
@@ -187,7 +187,7 @@ class Call:
 
 @dataclass(slots=True)
 class Operation:
-    """One of torch's operations, unless it makes only views."""
+    """One use of an operation of torch. An operation that makes only views is not recorded."""
 
     tick: int
     call: int

@@ -89,7 +89,7 @@ class Attributes:
     """
 
     def __init__(self, modules: Iterable[nn.Module], global_names: GlobalNames) -> None:
-        """global_names: those of the modules."""
+        """global_names: the names in which the modules' code counts."""
         all_modules = _modules_inside(modules)
         self._of = [
             (module, dict(vars(module)), dict(module._buffers), _hooks_of(module)) for module in all_modules

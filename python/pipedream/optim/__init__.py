@@ -1,5 +1,6 @@
 """This package has optimizers for a pipeline. Native optimizers write the next weight version in one pass
-over memory. There are also Muon, and float32 masters of bfloat16 parameters for any other optimizer.
+over memory. Muon trains matrices. MasterWeights keeps float32 copies of bfloat16 parameters for torch's
+optimizers.
 """
 
 from pipedream.optim.adam import Adam, AdamW, NAdamW

@@ -36,9 +36,7 @@ class _MomentOptimizer(NativeOptimizer):
                 raise ValueError(f"betas are {group['betas']}: each must be at least 0 and below 1")
 
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """Counts the step in the state, as torch does. Returns each parameter's step number, which starts at
-        1.
-        """
+        """Adds 1 to each parameter's step count in the state, as torch does. Returns the new counts."""
         if not parameters:
             return []
         counts = self._scalars("step", 0.0, parameters)
@@ -46,8 +44,9 @@ class _MomentOptimizer(NativeOptimizer):
         return [(count,) for count in torch.stack(counts).tolist()]
 
     def _scalars(self, name: str, initial: float, parameters: list[Tensor]) -> list[Tensor]:
-        """Returns the state's number `name` of each parameter. Parameters that have no such number get
-        `initial`."""
+        """Returns the number `name` in each parameter's state. Where it is missing, it is set to
+        `initial`.
+        """
         for parameter in parameters:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = scalar_tensor(initial)
@@ -194,8 +193,8 @@ class NAdamW(_MomentOptimizer):
         return 2
 
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """Counts the step. Returns each parameter's step number, and the product of the momenta of all steps
-        including this one.
+        """Counts the step. Returns for each parameter its step count, and the product of the momenta of all
+        its steps including this one.
         """
         counts = super()._begin_step(group, parameters)
         if not counts:

@@ -1,9 +1,8 @@
-"""MasterWeights keeps float32 copies (masters) of bfloat16 parameters for torch's optimizers. Used by one
-thread at a time.
+"""MasterWeights keeps float32 copies (masters) of bfloat16 parameters for torch's optimizers.
 
 With a usual learning rate a step changes a weight by less than 1/256 of its value. bfloat16 cannot represent
-such a small change, so rounding would lose it. The native optimizers (native_optimizer.py) keep masters
-themselves, under the same key of their state.
+such a small change, so rounding would lose it. The native optimizers (native_optimizer.py) need no
+MasterWeights: they keep masters themselves. Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -64,14 +63,14 @@ class MasterWeights(torch.optim.Optimizer):
         pairs: list[tuple[Tensor, Tensor]] = []  # (stand-in, parameter)
         given = [_with_stand_ins(entry, pairs) for entry in params]
         self.inner = make(given, **options)
-        """The other optimizer. It has parameters and state only during a step."""
+        """The other optimizer. Its parameters and its state are empty except during a step."""
         parameter_of = {id(stand_in): parameter for stand_in, parameter in pairs}
         groups = [
             {**group, "params": [parameter_of[id(stand_in)] for stand_in in group["params"]]}
             for group in self.inner.param_groups
         ]
         super().__init__(groups, self.inner.defaults)
-        for stand_in, state in self.inner.state.items():  # some optimizers make state at once, as Adagrad
+        for stand_in, state in self.inner.state.items():  # Adagrad, for one, makes its state in its __init__
             self.state[parameter_of[id(stand_in)]] = state
         self._take_back()
 
@@ -107,7 +106,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Gives the other optimizer these masters, each in its parameter's group and with its parameter's
         state.
         """
-        for group in self.param_groups:  # read anew: schedulers and the pipeline change the groups
+        for group in self.param_groups:  # read at every step, because schedulers change the groups
             masters = [master_of[parameter] for parameter in group["params"] if parameter in master_of]
             self.inner.param_groups.append({**group, "params": masters})
         for parameter, master in master_of.items():
@@ -139,7 +138,7 @@ class MasterWeights(torch.optim.Optimizer):
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer that computes the steps: the one inside a MasterWeights, or else the optimizer
+    """Returns the optimizer that computes the steps: the one inside a MasterWeights, or `optimizer`
     itself.
     """
     return unwrapped(optimizer.inner) if isinstance(optimizer, MasterWeights) else optimizer
@@ -162,9 +161,9 @@ def load_wide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 
 
 def _with_stand_ins(entry: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-    """Returns the entry (a parameter, a pair with its name, or a group) with a stand-in for each parameter
-    that has a master. A stand-in is a tensor of the master's dtype that takes no memory. Adds (stand-in,
-    parameter) to `pairs`.
+    """Replaces parameters that have masters by stand-ins, and adds (stand-in, parameter) to `pairs`. A
+    stand-in has the master's dtype and the parameter's shape, but takes no memory. entry: a parameter, a pair
+    of name and parameter, or a group.
     """
     if isinstance(entry, dict):
         listed = [entry["params"]] if isinstance(entry["params"], Tensor) else entry["params"]

@@ -17,7 +17,7 @@ from pipedream.optim.master_weights import loss_of
 
 __all__ = ["Muon"]
 
-# Words in a parameter's name that mark an embedding or a head, in contrast to a hidden layer's matrix.
+# Words in a parameter's name that mark an embedding or a head, which Muon should not train.
 _NO_HIDDEN_WORDS = re.compile(
     r"emb|wte|wpe|vocab|(^|[._])(head|heads|lm_head|classifier|score|logits|fc_out)([._]|$)", re.IGNORECASE
 )

@@ -1,10 +1,9 @@
-"""Native optimizers make a step in one pass over memory, from one version's slot to another's, on the host or
-on CUDA.
+"""Native optimizers make a step in one pass over memory, from one version's slot to another's.
 
 They are torch optimizers with the same arguments, arithmetic and state_dict as in torch.optim. So they also
 work in a plain loop (in place), and with torch's lr schedulers. A pipeline calls `step_out_of_place`, which
 reads version v and writes version v + 1 without a copy. It calls `place_state` to put the optimizer's state
-into memory that the pipeline owns. Used by one thread at a time.
+into memory that the pipeline owns. On the host or on CUDA; used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ _add_param_group = unmarked_until_compiling(torch.optim.Optimizer.add_param_grou
 
 Group = dict[str, Any]
 Row = tuple[int, ...]  # a tensor for the core's steps: number of elements, then addresses
-Past = tuple[float, ...]  # what the next step depends on, of one parameter's earlier steps
+# Numbers from a parameter's earlier steps that its next step needs, such as the count.
+Past = tuple[float, ...]
 
 
 class NativeOptimizer(torch.optim.Optimizer):
@@ -45,7 +45,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     """
 
     # Keys of the state tensors that have the parameter's size, in the order of the core's arguments. A group
-    # uses the first few of them.
+    # may use only the first of them: Adam without amsgrad uses two of three.
     _STATE_NAMES: tuple[str, ...]
     # Keys of the state whose values are one number per parameter. These numbers stay on the host.
     _SCALAR_NAMES: tuple[str, ...] = ()
@@ -82,8 +82,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
         The sequences have the order of the optimizer's parameters, over all groups. Each tensor of `write`
         has the strides of its tensor in `read`, and may be the same memory. A parameter without a gradient is
-        copied. `gradient_scale` multiplies the gradients first (unscaling, clipping), without changing their
-        values in memory. For a bfloat16 parameter with a master, the step reads the master instead of the
+        copied. `gradient_scale` multiplies the gradients first (for unscaling or clipping), but leaves their
+        memory unchanged. For a bfloat16 parameter with a master, the step reads the master instead of the
         parameter.
         """
         first = 0
@@ -105,8 +105,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @property
     def num_state_tensors(self) -> int:
-        """The number of state tensors of the parameter's size that a parameter needs, in the group that needs
-        most. It is 0 or 1 for SGD, 2 for Adam, and 3 for Adam with amsgrad.
+        """The number of state tensors that each parameter needs, each of the parameter's size. It is 0 or 1
+        for SGD, 2 for Adam, and 3 for Adam with amsgrad. If groups differ, it is the largest group's number.
         """
         return max(self._num_state_tensors(group) for group in self.param_groups)
 
@@ -167,8 +167,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """Counts the step. Returns each parameter's past, which are the numbers from earlier steps that the
-        core needs. One call of the core updates all parameters with equal pasts.
+        """Counts the step. Returns each parameter's past. One call of the core updates all parameters that
+        have equal pasts.
         """
 
     @abstractmethod
@@ -217,7 +217,8 @@ class NativeOptimizer(torch.optim.Optimizer):
                 )
 
     def _dense(self, source: Tensor, gradient: Tensor | None) -> Tensor:
-        """Returns the gradient with its elements in the order of the weight's memory, as for channels_last.
+        """Returns the gradient with its elements in the order of the weight's memory. Both orders
+        may differ, for example if the weight is channels_last.
 
         Raises TypeError for a weight or a gradient that the core does not accept.
         """
@@ -243,9 +244,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         return gradient if _fits(gradient, source, source.dtype) else torch.empty_like(source).copy_(gradient)
 
     def _state_tensor(self, parameter: Tensor, name: str, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a state tensor, which the first call makes: a master from the weight, any other tensor of
-        zeros. The tensor gets the layout that the weight has now. The layout may have changed since the last
-        step.
+        """Returns the parameter's state tensor of this name. If there is none, makes one: a master is a copy
+        of the weight, and any other tensor is zeros. If the weight's layout in memory has changed since the
+        last step, the tensor is copied into the new layout.
         """
         state = self.state[parameter]
         tensor: Tensor | None = state.get(name)
@@ -258,8 +259,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         return tensor
 
     def _own_state(self) -> None:
-        """Moves every parameter's state into this optimizer's memory: the tensors of place_state(), or newly
-        allocated ones.
+        """Moves the state of every parameter into the tensors of place_state(), or else into newly allocated
+        ones. load_state_dict() may have left tensors that the caller still uses.
         """
         for parameter, state in self.state.items():
             places = self._placed.get(parameter, {})
@@ -278,7 +279,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
 @functools.cache
 def _share_torch_threads() -> None:
-    """Makes the core use torch's thread pool. Two pools in one process would compete for the cores."""
+    """Makes the core use torch's thread pool. Two pools in one process would compete for the CPU's cores."""
     _core.share_openmp(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
@@ -302,9 +303,7 @@ def scalar_tensor(value: float) -> Tensor:
 
 
 def _fits(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor has this dtype, and its elements lie in memory in the same way as the elements of
-    `like`.
-    """
+    """Whether the tensor has this dtype, and the shape, strides and device of `like`."""
     return (
         tensor.stride() == like.stride()
         and tensor.shape == like.shape

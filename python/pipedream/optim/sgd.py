@@ -54,7 +54,7 @@ class SGD(NativeOptimizer):
         return 1 if group["momentum"] != 0 else 0
 
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """Returns (1,) for each parameter whose momentum starts with this step, and (0,) for others."""
+        """Returns the past (1,) for a parameter whose momentum starts with this step, and (0,) for others."""
         if group["momentum"] == 0:
             return [(0,)] * len(parameters)
         return [(int(self.state[parameter].get("momentum_buffer") is None),) for parameter in parameters]

@@ -1,9 +1,11 @@
 """Parses run(codec=...): the choice of codecs for tensors between stages and between replicas.
 
-A choice is a mapping, ready for JSON. Its values are names of codecs (csrc/codec/codec.h). A key is
-"activations", "gradients", "pushes", or a pair of stages: "0->1" means tensors that stage 0 sends to stage 1.
-A pair takes precedence over "activations" and "gradients". The value for "pushes" may also be "factors" or
-"factors:bf16". With "factors:bf16", gradients that are not pushed as factors are encoded by bf16.
+A choice is a mapping, ready for JSON. Its values are names of codecs (csrc/codec/codec.h). Its keys are:
+
+- "activations", "gradients": tensors sent downstream, and upstream
+- "0->1": tensors that stage 0 sends to stage 1. It takes precedence over the keys above.
+- "pushes": gradients that a replica sends to other replicas. The value may also be "factors" or
+  "factors:bf16". With "factors:bf16", gradients that are not pushed as factors are encoded by bf16.
 
 Pure; needs no torch.
 """
@@ -31,7 +33,7 @@ CodecChoice = dict[str, str]
 
 NO_CODEC = "none"
 PUSHES = "pushes"
-"""The key for gradients that replicas push to the owners of shards. codec="bf16" alone does not set it."""
+"""The key for gradients that replicas push to the owners of shards. codec="bf16" sets no codec for it."""
 FACTORS = "factors"
 """The value for pushes that sends the gradients of linear layers as factors where the factors are smaller."""
 DIRECTIONS = ("activations", "gradients")
@@ -61,7 +63,7 @@ def parse_codec(codec: Any) -> CodecChoice:
 
 
 def parse_codec_text(text: str) -> str | dict[str, str]:
-    """Parses a `codec` argument from a command line, as "bf16" or "activations=bf16,1->0=topk:0.01"."""
+    """Splits a `codec` of a command line: "bf16", or "activations=bf16,1->0=topk:0.01" as a mapping."""
     if "=" not in text:
         return text
     choice: dict[str, str] = {}
@@ -107,8 +109,8 @@ def codec_of_pushes(choice: CodecChoice) -> str:
 
 
 def _split_pushes(name: str) -> tuple[bool, str]:
-    """Splits a value for pushes, such as "factors:bf16". Returns whether factors are pushed, and the name of
-    the codec.
+    """Splits a value for "pushes": "factors:bf16" becomes (True, "bf16"), and "int8" becomes (False,
+    "int8").
     """
     head, separator, codec = name.partition(":")
     return (True, codec if separator else NO_CODEC) if head == FACTORS else (False, name)

@@ -1,5 +1,4 @@
 """Decides which weights' gradients replicas push as factors (docs/parameter-server.md), by the rule below.
-Planning applies the rule to a profile. A run applies it to its first minibatch (update/factors.py).
 
 A round is the work between two updates of the stage. W is the weight's bytes, F the bytes of one replica's
 factors in a round, r the number of replicas. A replica sends in a round:
@@ -7,14 +6,15 @@ factors in a round, r the number of replicas. A replica sends in a round:
     dense       2 (r - 1) / r  W       gradients to the owners of shards, and new versions to the others
     factors     (r - 1)  F             its factors to each other replica
 
-Factors are smaller if r F < 2 W. They also cost time. The backward of a replica skips the gradient of such a
-weight. Instead, the replica's update computes the gradient from the factors of all replicas, by one matrix
-product that grows with r. If the profile has not measured the product, planning estimates its time: half of
-the layer's backward, times the weight's share of the layer's parameters. A linear layer's backward has two
-products of equal size, and this is one of them.
+So factors are smaller if r F < 2 W. They also cost time: the update of each replica computes the gradient
+from the factors of all r replicas, by one matrix product. The backward skips its product for this gradient.
 
-Planning applies the rule to every weight whose factors are in the profile. Profile.without_factors() removes
-them. Pure; any thread; needs no torch.
+If the profile has not measured the product, planning estimates its time: half of the layer's backward, times
+the weight's share of the layer's parameters. A linear layer's backward has two products of equal size, and
+this is one of them.
+
+Planning applies the rule to every weight whose factors are in the profile. A run applies it to its first
+minibatch (update/factors.py). Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ FACTOR_CODEC = {"pushes": "factors"}
 def are_smaller(
     factor_bytes: float, weight_bytes: float, num_replicas: int, pushed_bytes: float | None = None
 ) -> bool:
-    """Whether a weight's factors are fewer bytes than the gradient and the new version that replicas send
-    otherwise.
+    """Whether a weight's factors have fewer bytes than the gradient and the new version, which replicas would
+    send otherwise.
 
-    factor_bytes: size of one replica's factors in a round. pushed_bytes: size of the encoded gradient; None:
-    gradients that are pushed whole are not encoded.
+    factor_bytes: size of one replica's factors in a round. pushed_bytes: size of the gradient as a codec
+    encodes it; None: no codec encodes it.
     """
     dense_bytes = weight_bytes + (weight_bytes if pushed_bytes is None else pushed_bytes)
     return num_replicas * factor_bytes < dense_bytes
@@ -71,14 +71,12 @@ class FactoredSum(NamedTuple):
     factor_bytes: float = 0.0
     """Bytes of one replica's factors in a round."""
     product_ms: float = 0.0
-    """Milliseconds, per minibatch, of the matrix products that the update computes instead of the
-    backward.
-    """
+    """Milliseconds per minibatch of the matrix products that the backward skips and the update computes."""
 
 
 def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: float = 1) -> FactoredSum:
-    """Returns the sums for a stage of these layers. minibatches: the number that one replica trains per
-    update.
+    """Returns the sums for a stage of these layers. minibatches: minibatches that one replica trains per
+    round.
     """
     found = FactoredSum()
     if num_replicas == 1:
@@ -97,8 +95,8 @@ def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatch
 
 
 def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tuple[float, float, float]]]:
-    """Returns the factors of each layer's weights in the core's form: (weight bytes, factor bytes, seconds of
-    the product). Empty if the profile has no factors.
+    """Returns for each layer a list with (weight bytes, factor bytes, seconds of the product) for each of its
+    weights, as the core takes them. The list of layers is empty if the profile has no factors.
 
     layers_ms: each layer's time, as it is passed to the core. The products of a layer are scaled down if
         their sum exceeds that time.
@@ -123,8 +121,8 @@ def split_codec(codec: Any, *, has_limit: bool) -> tuple[dict[str, str], dict[st
     """Splits a codec in two: the codec that the plan is made for, as checked_codec() returns it, and the
     codecs of activations and gradients.
 
-    has_limit: whether memory is limited. If it is, the plan reserves room for encoded activations and
-    gradients. If not, codecs of these raise ValueError.
+    has_limit: whether memory is limited. Then the plan reserves room for encoded activations and gradients.
+    Without a limit their codecs would change nothing in the plan, so they raise ValueError.
     """
     if not has_limit:
         return checked_codec(codec), {}
@@ -134,7 +132,7 @@ def split_codec(codec: Any, *, has_limit: bool) -> tuple[dict[str, str], dict[st
 
 
 def check_has_factors(profile: Profile) -> None:
-    """Raises ValueError if a user asks for factors and the profile has none."""
+    """Raises ValueError if the profile has no factors. Called if the user asks for a plan with factors."""
     if not any(layer.factors for layer in profile.layers):
         raise ValueError(
             "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
@@ -143,7 +141,9 @@ def check_has_factors(profile: Profile) -> None:
 
 
 def checked_codec(codec: Any) -> dict[str, str]:
-    """Returns the codec that a plan is made for: {} or FACTOR_CODEC. Raises ValueError for any other."""
+    """Returns the codec that a plan is made for: {} or FACTOR_CODEC. Raises ValueError for any other
+    codec.
+    """
     refusal = (
         f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without; give another one to run, plan"
         " for what it saves by giving more bandwidth, and with memory=... for the room that one of"
@@ -160,7 +160,7 @@ def checked_codec(codec: Any) -> dict[str, str]:
 
 
 def factored_figures(profile: Profile, stages: Sequence[Stage]) -> list[dict[str, float]]:
-    """Returns each stage's figures for a plan's `predicted`."""
+    """Returns each stage's FACTORED_FIELDS, for a plan's `predicted`."""
     found = [
         factored_sum(profile.layers[stage.first_layer : stage.last_layer + 1], stage.num_replicas)
         for stage in stages
@@ -181,8 +181,9 @@ def describe_factored(figures: Sequence[Mapping[str, float]]) -> str:
 
 
 def _products_ms(layer: LayerProfile) -> list[float]:
-    """Returns each weight's product time. The times are scaled down if their sum exceeds the layer's
-    backward, which was measured separately.
+    """Returns for each weight the milliseconds of the product that computes its gradient from one replica's
+    factors. The times are scaled down if their sum exceeds the layer's backward, which was measured
+    separately.
     """
     weights = layer.factors or ()
     own_bytes = max(layer.parameter_bytes, sum(weight.weight_bytes for weight in weights), 1)

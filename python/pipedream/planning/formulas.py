@@ -1,8 +1,8 @@
-"""Computes the figures of the paper's cost model for given stages (csrc/planner/partition.h). Also finds the
-links that stages use, to the next stage and between the replicas of a stage. Pure; any thread; torch-free.
+"""Computes the figures of the paper's cost model for given stages (csrc/planner/partition.h).
 
-Measured links differ in speed. Between two stages each pair of replicas has a link of its own, and the
-slowest of these links counts.
+StageLinks has the bandwidth and latency from each stage to the next, and between the replicas of a stage. If
+links were measured, they differ in speed, and the slowest link between two stages counts. Pure; any thread;
+torch-free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ __all__ = ["StageLinks", "formula_figures", "parameter_bytes_of", "samples_per_s
 def formula_figures(
     profile: Profile, stages: tuple[Stage, ...], links: StageLinks, *, microbatches: int = 1
 ) -> dict[str, Any]:
-    """Returns the figures of each stage and boundary, in the form of Plan.predicted."""
+    """Returns the paper's times and sizes for each stage and each cut between stages, by their names in
+    Plan.predicted.
+    """
     layers = profile.layers
     crossing = [1e3 * layers[stage.last_layer].activation_bytes for stage in stages[:-1]]
     return {
@@ -51,11 +53,12 @@ def samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:
 
 
 def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float, microbatches: int) -> float:
-    """Returns T(i..j, m) of the cost model in milliseconds.
+    """Returns T(i..j, m) of the paper's cost model in milliseconds, for a stage of layers i to j with m
+    replicas.
 
-    M is the number of microbatches in a minibatch, m the number of replicas. A round has lcm(M, m) / M
-    minibatches. With spare shards the formula of round_ms() replaces the paper's synchronisation time.
-    csrc/planner/stage_cost.h has the formula for weights whose gradients are sent as factors.
+    A round has lcm(M, m) / M minibatches, where M is the number of microbatches in a minibatch. With spare
+    shards round_ms() replaces the paper's time of synchronisation. csrc/planner/stage_cost.h has the formula
+    for weights whose gradients are sent as factors.
     """
     replicas = stage.num_replicas
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
@@ -77,7 +80,9 @@ def parameter_bytes_of(profile: Profile, stage: Stage) -> int:
 
 @dataclass(frozen=True)
 class StageLinks:
-    """The links that a plan uses. Bandwidths are in bytes per second, and infinite where there is no link."""
+    """The links that a plan uses, as bandwidths and latencies. A bandwidth is in bytes per second. It is
+    infinite where there is no link, as between the replicas of a stage with one replica.
+    """
 
     downstream: tuple[float, ...]
     """Bandwidth from each stage but the last to the next stage."""
@@ -99,7 +104,7 @@ class StageLinks:
 
     @classmethod
     def measured(cls, stages: Sequence[Stage], links: LinkProfile) -> StageLinks:
-        """The measured links between the ranks of a plan's stages."""
+        """Returns the links between the ranks on which a plan places its stages."""
         return cls.between(ranks_of(placement_of(stages)), links)
 
     @classmethod

@@ -1,16 +1,17 @@
 """Computes the time of one work item, which is one forward, backward or update. The time depends on the
-number of microbatches, is longer after the worker has waited, and varies at random. The values never change
-once built; any thread; needs no torch.
+number of microbatches, is longer after the worker has waited, and varies at random.
 
-Waking: a core that has idled finds neither the code nor the data of the next item in its caches, and its
+Waking: a core that has idled finds neither the code nor the data of its next item in its caches, and its
 clock may have slowed down. The first item of each kind after a wait pays for that. Some of the cost arises at
 once, some grows over milliseconds. So the cost is a sum of terms. Each term grows with the wait until the
 wait reaches the term's after_ms.
 
 Spread: single items take longer or shorter than their mean. That costs time where workers wait for each
-other: a late worker delays the next one, and an early one gains nothing. Each simulated worker therefore
-draws from a deck of factors whose mean is 1, and shuffles the deck when it is empty. So after every whole
-deck the times have the right mean.
+other: a late worker delays the next one, and an early one gains nothing. So each simulated worker multiplies
+an item's mean time by a factor from its deck, a list of 20 measured factors whose mean is 1. It shuffles the
+deck whenever it has used all factors, so over whole decks the mean time is right.
+
+The values never change once built; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ COUNTED_MAX = 32
 
 
 def microbatch_counts(batch_size: int | None, most: int = COUNTED_MAX) -> list[int]:
-    """Returns the numbers of microbatches to try and to time: powers of two up to `most`, each reduced to the
-    number of pieces that torch.chunk makes of batch_size samples. batch_size None: any number of samples.
+    """Returns the numbers of microbatches to try and to time: powers of two up to `most`. torch.chunk may
+    make fewer pieces of batch_size samples: of 5 samples for 4 microbatches it makes 3. Then the power is
+    replaced by the number of pieces. batch_size None: any number of samples.
     """
     powers = [1 << exponent for exponent in range(most.bit_length())]
     if batch_size is None:
@@ -53,7 +55,9 @@ def microbatch_counts(batch_size: int | None, most: int = COUNTED_MAX) -> list[i
 
 
 class CutCost(NamedTuple):
-    """Milliseconds of the items of a minibatch that is cut into num_microbatches."""
+    """Milliseconds of one kind of work item in a minibatch of num_microbatches: of the first microbatch's
+    item, and of each later one's.
+    """
 
     num_microbatches: int
     first_ms: float
@@ -67,11 +71,11 @@ class ItemCost:
     The first microbatch takes first_ms + minibatch_ms / m. Each later one takes later_ms + minibatch_ms / m.
     Both are straight lines in 1 / m.
 
-    measured: the times measured for some m, in ascending order of m. A measured time replaces the time by the
-    line. The time of a whole minibatch (m = 1) is always on the line. Between two measured m the time is
-    interpolated in 1 / m. Above the largest measured m the distance from the line stays the same.
+    measured: the times measured for some m, in ascending order of m. They take precedence over the lines.
+    Between two measured m, the time is interpolated in 1 / m. Above the largest, the time keeps its distance
+    from the line. For m = 1 the time is always on the line.
 
-    Raises ValueError for measured times that are in another order.
+    Raises ValueError for measured times in another order.
     """
 
     first_ms: float = 0.0
@@ -128,7 +132,9 @@ class ItemCost:
         )
 
     def growing(self, factor: float) -> ItemCost:
-        """Returns the cost with the part that grows with the samples multiplied by `factor`."""
+        """Returns the cost with minibatch_ms, the part that grows with the samples, multiplied by
+        `factor`.
+        """
         more_ms = self.minibatch_ms * (factor - 1)
         return ItemCost(
             self.first_ms,
@@ -173,14 +179,14 @@ class ItemCost:
 
 @dataclass(frozen=True)
 class Waking:
-    """One term of the cost of waiting. An item pays all of it if the worker has waited after_ms or more since
+    """One term of the cost of waking. An item pays all of it if the worker has waited after_ms or more since
     its last item of the same kind. After a shorter wait the item pays a proportional part.
     """
 
     after_ms: float = 0.0
     shares: Mapping[str, float] = field(default_factory=dict)
-    """The cost for each kind of item, as a share of that item's time for a whole minibatch. A microbatch's
-    item pays the same milliseconds as a whole minibatch's.
+    """The cost for each kind of item, as a share of that item's time for a whole minibatch. The item of a
+    microbatch pays the same milliseconds.
     """
 
     def __post_init__(self) -> None:
@@ -194,18 +200,19 @@ class Waking:
 
 
 def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> float:
-    """Returns the additional cost of an item after a wait of waited_ms, as a share of the item's time for a
-    whole minibatch.
+    """Returns what an item pays for waking after a wait of waited_ms: the sum of the terms, as a share of the
+    item's time for a whole minibatch.
     """
     return sum(waking.shares.get(kind, 0.0) * waking.part(waited_ms) for waking in wakings)
 
 
 _DECK_SIZE = 20
-_NEIGHBOURS = 10  # items on each side whose mean an item is compared with: slow drifts are no spread
+# An item is compared with the mean of 10 items on each side, so that slow drifts do not count.
+_NEIGHBOURS = 10
 
 Spread = Mapping[str, tuple[float, ...]]
-"""Factors by which items of a kind (FORWARD, BACKWARD, UPDATE) vary. An item takes its mean time multiplied
-by a factor. Items of a kind without factors take their mean time.
+"""The deck of factors for each kind of item (FORWARD, BACKWARD, UPDATE). An item takes its mean time
+multiplied by a factor. Items of a kind without a deck take their mean time.
 """
 
 EVEN: Spread = {}
@@ -213,8 +220,8 @@ EVEN: Spread = {}
 
 
 def measured_spread(times: Mapping[str, Sequence[Sequence[float]]]) -> Spread:
-    """Makes the spread from measured times by kind of item. A row has the times of items that do the same
-    work, in the order in which they ran.
+    """Makes the decks from measured times. times: for each kind of item, rows of times. A row has the times
+    of items that do the same work, in the order in which they ran.
     """
     return {
         kind: deck
@@ -224,8 +231,8 @@ def measured_spread(times: Mapping[str, Sequence[Sequence[float]]]) -> Spread:
 
 
 def shuffler(spread: Spread) -> Callable[[int, str], list[float]]:
-    """Returns a function of a worker and a kind of item that returns the worker's next deck, shuffled. Each
-    worker has a random generator of its own.
+    """Returns a function (worker, kind of item) -> the worker's next deck of factors, shuffled. Each worker
+    has a random generator of its own, so that the order in which workers ask does not matter.
     """
     randoms: dict[int, random.Random] = {}
 
@@ -247,8 +254,8 @@ def _factors(times: Sequence[float]) -> list[float]:
 
 
 def _deck(factors: Sequence[float]) -> tuple[float, ...]:
-    """Returns _DECK_SIZE factors of mean 1 that represent all the given factors. Returns none if too few are
-    given.
+    """Returns a deck of _DECK_SIZE factors with mean 1: means of equal parts of the sorted factors. Returns
+    an empty deck if fewer factors are given.
     """
     if len(factors) < _DECK_SIZE:
         return ()

@@ -1,6 +1,7 @@
-"""Job holds the options of a training that may exclude each other. run(), reference.run() and partition()
-describe their arguments as a Job. They refuse two options if the table in csrc/schedule/exclusions.cc has the
-pair. Pure; any thread; needs no torch.
+"""Job holds the options of a training that may exclude each other.
+
+run(), reference.run() and partition() describe their arguments as a Job. They refuse two options if the table
+in csrc/schedule/exclusions.cc has the pair. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ __all__ = [
 _WIDTH, _INDENT = 100, " " * 6  # layout of the printed table
 
 Traits = dict[str, str | None]
-"""The options of a job that exclude other options, by their names in exclusions.cc. The value is the text by
-which an error states the option, such as "staleness is 1". None: an error uses the text in exclusions.cc.
+"""The traits of a job, which are the options and properties that exclude others: name in exclusions.cc ->
+text by which an error states the option, such as "staleness is 1". None: an error uses the text in
+exclusions.cc.
 """
 
 
@@ -192,7 +194,7 @@ def exclusions() -> list[Exclusion]:
 
 
 def describe_exclusions() -> tuple[str, dict[str, Any]]:
-    """Returns the table as text and as a value for JSON. Both spell the options as a user writes them."""
+    """Returns the table as text and as a value for JSON. Both name the options as a user writes them."""
     from pipedream import _core
 
     names = _core.trait_names()
@@ -209,8 +211,8 @@ def describe_exclusions() -> tuple[str, dict[str, Any]]:
 
 
 def traits_where(candidates: Mapping[str, tuple[bool, str | None]]) -> Traits:
-    """Returns the traits that are present. candidates: for each name, whether the trait is present and the
-    text by which an error states it.
+    """Returns the traits that are present. candidates: name of a trait -> (whether it is present, text by
+    which an error states it).
     """
     return {name: said for name, (is_there, said) in candidates.items() if is_there}
 

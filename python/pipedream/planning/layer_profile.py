@@ -1,8 +1,8 @@
-"""Profile has the measured costs of each layer of a model on one device. The file form is
+"""Profile has the measured costs of each layer of a model on one device. Its file has the form
 pipedream.profile/1.
 
-Values that never change once built; any thread. Needs no torch: the profiler fills it, the partitioner
-reads it, files carry it between machines.
+The profiler makes a Profile and the partitioner reads it, perhaps on another machine. Its values never change
+once built; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
 _KNOWN_FIELDS = ("model", "batch_size", "device", "minibatches")  # a file always has these
 _HEADER_FIELDS = (*_KNOWN_FIELDS, "time_error", "runtime", "cuts", "max_shapes")
 _ROWS_MAX = 40  # layers that have a row each when a profile is printed
-_TIME_MS_MAX = 1e12  # 31 years: beyond it is no time of a layer
+_TIME_MS_MAX = 1e12  # 31 years: a longer time is a mistake
 _LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 _MEASURED_FIELDS = ("saved_bytes", "frozen_bytes", "factors", "microbatch_ms")
 
@@ -124,7 +124,7 @@ class LayerProfile:
         return {name: getattr(self, name) for name in _LAYER_FIELDS} | given | self.extra
 
     def joined_with(self, other: LayerProfile) -> LayerProfile:
-        """Returns this layer and the following one as one layer, with the name of the following one."""
+        """Returns this layer and the following one (`other`) as one layer, with the name of `other`."""
         saved, factors = (self.saved_bytes, other.saved_bytes), (self.factors, other.factors)
         return replace(
             other,
@@ -157,8 +157,9 @@ class LayerProfile:
 
 
 def pass_costs(layers: Sequence[LayerProfile]) -> tuple[ItemCost, ItemCost]:
-    """Returns the costs of a microbatch's forward and backward through these layers, by number of
-    microbatches. Unless all layers were measured, a microbatch is assumed to last 1/m of the minibatch.
+    """Returns the costs of a microbatch's forward and backward through these layers. Unless all layers were
+    measured with the same numbers of microbatches, a microbatch is assumed to take 1/m of the minibatch's
+    time.
     """
     whole_ms = [sum(layer.forward_ms for layer in layers), sum(layer.backward_ms for layer in layers)]
     times = functools.reduce(_times_of_both, (layer.microbatch_ms for layer in layers))
@@ -219,8 +220,8 @@ class Profile:
 
     @property
     def is_of_host(self) -> bool:
-        """Whether the layers were measured on a CPU, so that the model lies in host memory. profile() then
-        writes the device's name with its threads: "..., 4 threads".
+        """Whether the layers were measured on a CPU, so that the model lies in host memory. profile() names
+        such a device with its threads, as in "AMD EPYC, 4 threads". Only CPUs have threads in their name.
         """
         return self.device is not None and re.search(r", \d+ threads?$", self.device) is not None
 
@@ -248,12 +249,12 @@ class Profile:
         return min(of_layer[-1].num_microbatches if of_layer else 1 for of_layer in times)
 
     def microbatch_counts(self, most: int = COUNTED_MAX) -> list[int]:
-        """Returns the numbers of microbatches to choose among. most: the largest number to try even if the
-        profiler timed fewer.
+        """Returns the numbers of microbatches to choose among. If the profiler timed the model with as many
+        microbatches as it tries, the numbers go up to `most`, even if `most` is larger.
         """
         counts, timed = microbatch_counts(self.batch_size), self.microbatches_timed
         if timed is not None and timed < counts[-1]:
-            return [m for m in counts if m <= timed]  # with more of them the model failed
+            return [m for m in counts if m <= timed]  # the model fails with more microbatches
         return microbatch_counts(self.batch_size, max(COUNTED_MAX, most))
 
     def without_factors(self) -> Profile:
@@ -362,8 +363,8 @@ def _blocks_of(layers: Sequence[LayerProfile]) -> list[range]:
 
 
 def checked_cuts(value: object, num_layers: int) -> tuple[str, ...]:
-    """Returns the names of the calls after which layers end. Raises ValueError unless there is one per layer
-    but the last.
+    """Returns the names of the module calls after which layers end. Raises ValueError unless every layer but
+    the last has a name.
     """
     cuts = tuple(check_text("cuts", name) for name in check_list("cuts", value))
     if len(cuts) != num_layers - 1:
@@ -392,7 +393,7 @@ def _layer_from_dict(layer_index: int, value: object) -> LayerProfile:
 
 
 def _factors_from(value: object, parameter_bytes: object) -> tuple[WeightFactors, ...] | None:
-    """Reads the factors in a file. parameter_bytes: the size of the layer that the weights belong to."""
+    """Reads a layer's factors in a file. parameter_bytes: bytes of all parameters of the layer."""
     if value is None:
         return None
     weights: tuple[WeightFactors, ...] = read_value("factors", value, tuple[WeightFactors, ...])
@@ -424,7 +425,7 @@ def _microbatch_times_from(value: object) -> tuple[MicrobatchTimes, ...] | None:
 def _times_of_both(
     one: tuple[MicrobatchTimes, ...] | None, other: tuple[MicrobatchTimes, ...] | None
 ) -> tuple[MicrobatchTimes, ...] | None:
-    """Adds the times of two layers. Returns None if the two were not measured with the same numbers of
+    """Returns the sum of two layers' times. Returns None if they were not measured with the same numbers of
     microbatches.
     """
     if one is None or other is None or [row[0] for row in one] != [row[0] for row in other]:

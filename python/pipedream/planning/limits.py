@@ -1,5 +1,5 @@
-"""Defines the limits that a plan must keep to: memory, speeds of workers, and stages and replicas that the
-user fixes.
+"""Defines the limits of a plan: memory and speed of each worker, and the stages and replicas that the user
+fixes.
 
 Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/limited_partition.h).
 """
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Limits", "NothingFitsError", "make_limits", "nothing_fits", "solve_within"]
 
-_TREE_BUFFERS_BYTES = NUM_PIECES * PIECE_BYTES  # for each neighbour of a worker in the tree
+_TREE_BUFFERS_BYTES = NUM_PIECES * PIECE_BYTES  # per neighbour in the tree of ranks (common/rank_tree.py)
 _ELEMENT_BYTES = 8  # assumed size of an element of data: a profile does not say the dtype
 _SLACK_BYTES = 64 << 10  # alignment of slots, scalars, buffers of modules
 _CROSSING_DTYPES = ("float32", "bfloat16")  # assumed dtypes of activations: a profile does not say them
-_ENCODED_BYTES = 1 << 20  # size of the tensor by which a codec's shares are found
+_ENCODED_BYTES = 1 << 20  # a codec is asked how it encodes a tensor of this size, to find its shares
 
 
 class NothingFitsError(ValueError):
@@ -85,7 +85,7 @@ class Limits:
         return replace(self, speeds=self.speeds[:num_workers], memory_bytes=self.memory_bytes[:num_workers])
 
     def slowed(self, profile: Profile, stages: Sequence[Stage]) -> Profile:
-        """Returns the profile with each layer as slow as on the slowest worker of its stage."""
+        """Returns the profile with the times of each layer as on the slowest worker of its stage."""
         if not self.speeds:
             return profile
         layers = list(profile.layers)
@@ -96,8 +96,8 @@ class Limits:
         return replace(profile, layers=tuple(layers))
 
     def have_room(self, stages: Sequence[Stage], profile: Profile, options: _core.ScheduleOptions) -> bool:
-        """Whether the stages fit into the workers' memory. A plan for one worker may use the worker with most
-        memory.
+        """Whether the stages fit into the workers' memory. If the plan needs one worker, the worker with the
+        most memory counts.
         """
         memory_bytes = self.memory_bytes
         if sum(stage.num_replicas for stage in stages) == 1:
@@ -112,8 +112,10 @@ class Limits:
         self, stages: Sequence[Stage], profile: Profile, options: _core.ScheduleOptions
     ) -> dict[str, Any]:
         """Returns the figures of memory and recompute for given stages in a run with these options, in the
-        form of solve_within(). A stage recomputes if it would not fit otherwise. Raises NothingFitsError if
-        the stages exceed the limits.
+        form of solve_within(). A stage recomputes only if it would not fit otherwise.
+
+        Raises NothingFitsError if the stages exceed the memory, or have other boundaries or replicas than the
+        user fixed.
         """
         last_layers = tuple(stage.last_layer for stage in stages)
         counts = tuple(stage.num_replicas for stage in stages)
@@ -139,8 +141,8 @@ class Limits:
         return figures
 
     def memory_costs(self, num_microbatches: int) -> _core.MemoryCosts:
-        """Returns the costs by which the core counts a stage's memory. If workers run on a host, each one
-        holds the whole model, and pulled versions are received directly into their slots.
+        """Returns the constants from which the core counts a stage's memory. On a host each worker holds the
+        whole model, and pulled versions are received directly into their slots.
         """
         from pipedream import _core
 
@@ -164,8 +166,8 @@ class Limits:
         )
 
     def memory_figures(self, stages: Sequence[Stage], own_bytes: Sequence[float]) -> dict[str, Any]:
-        """Returns the memory figures of a plan. own_bytes: the bytes that depend on the stage, for each
-        stage. The bytes that every worker needs are added.
+        """Returns the memory figures of a plan: for each stage, own_bytes and the part of host_bytes that its
+        workers need. own_bytes: for each stage, the bytes of a worker that depend on the stage.
         """
         spared_bytes = _spared_bytes(stages, self)
         memory_bytes = [
@@ -214,8 +216,8 @@ def make_limits(
     profile: Profile,
     **stored: Any,
 ) -> Limits:
-    """Checks partition()'s arguments and makes the limits. stored: other fields of Limits. Raises ValueError
-    naming the argument that is wrong.
+    """Checks arguments of partition() and makes the limits. stored: other fields of Limits, taken as they
+    are. Raises ValueError naming the argument that is wrong.
     """
     num_layers = profile.num_layers
     memory_bytes: tuple[float, ...] = ()
@@ -265,8 +267,8 @@ def make_limits(
 
 @functools.cache
 def _codec_shares(name: str) -> tuple[float, float]:
-    """Returns how many bytes the encoded tensor and the residual have, each per byte of the original tensor.
-    Both are for the dtype that needs most.
+    """Returns two sizes per byte of a tensor: of its encoded form, and of the residual, in which topk keeps
+    what it has not sent. Both are for the dtype that needs most.
     """
     from pipedream import _core
 
@@ -281,21 +283,20 @@ def _codec_shares(name: str) -> tuple[float, float]:
 def _host_bytes(profile: Profile, num_workers: int) -> int:
     if not profile.is_of_host:
         return 0
-    # Stages have no ranks yet, so this is the largest number of neighbours that any rank may have.
+    # The plan is not made yet, so nobody knows which rank has which stage. The largest number of neighbours
+    # counts.
     neighbours = max(_num_neighbours(rank, num_workers) for rank in range(min(num_workers, 2)))
     return profile.parameter_bytes + profile.frozen_bytes + neighbours * _TREE_BUFFERS_BYTES + _SLACK_BYTES
 
 
 def _num_neighbours(rank: int, num_workers: int) -> int:
-    """Returns the number of a rank's neighbours (its children and its parent) in the tree through which
-    weights are sent.
-    """
+    """Returns the number of a rank's neighbours (its children and its parent) in the tree of ranks."""
     return len(children_of(rank, num_workers)) + (rank > 0)
 
 
 def _spared_bytes(stages: Sequence[Stage], limits: Limits) -> list[int]:
-    """Returns, for each stage, the part of host_bytes that its ranks do not need. host_bytes counts the
-    largest number of neighbours that any rank may have, and the ranks of a stage may have fewer.
+    """Returns for each stage the part of host_bytes that its workers do not need. host_bytes has buffers for
+    the largest number of neighbours that any rank may have, and the ranks of a stage may have fewer.
     """
     if not limits.host_bytes:
         return [0] * len(stages)
@@ -316,8 +317,8 @@ def solve_within(
     limits: Limits,
     microbatches: int,
 ) -> tuple[tuple[Stage, ...], float, dict[str, Any]]:
-    """Returns the optimum of the formulas within the limits, its bottleneck in seconds, and the figures of
-    memory and recompute. Raises NothingFitsError if no plan keeps to the limits.
+    """Returns the optimum of the cost model within the limits: its stages, its bottleneck in seconds, and the
+    figures of memory and recompute. Raises NothingFitsError if no plan keeps to the limits.
     """
     from pipedream import _core
 

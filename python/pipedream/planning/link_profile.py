@@ -1,7 +1,5 @@
-"""LinkProfile has the bandwidth and latency between every pair of workers. The file form is
-pipedream.links/1.
-
-Workers are ranks. Torch-free; any thread.
+"""LinkProfile has the bandwidth and latency between every pair of workers. Its file has the form
+pipedream.links/1. Workers are ranks. Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ class MeasuredLink:
     latency_us: float
     """Microseconds: half of the round trip of a few bytes, equal in both directions."""
     bytes_per_s_error: float | None = None
-    """Half the width of the 95 % confidence interval of the mean time, as a share of that mean. None:
-    unknown.
+    """Half the width of the 95 % confidence interval of a transfer's mean time, as a share of that mean.
+    None: unknown.
     """
     latency_error: float | None = None
     """Half the width of the 95 % confidence interval of the latency, as a share of it. None: unknown."""
     transport: str | None = None
-    """The transport that carried the tensors, by the core's name."""
+    """The transport that carried the tensors, by its name in the core."""
 
     def __post_init__(self) -> None:
         for name in ("sender", "receiver"):
@@ -96,9 +94,8 @@ class LinkProfile:
         return self.links[sender * (self.num_workers - 1) + receiver - (receiver > sender)]
 
     def speeds_of_first(self, num_workers: int) -> list[float]:
-        """Returns the distinct bandwidths of the links between the first num_workers workers, ascending. A
-        plan for so many workers uses these links. One worker uses no link, so for num_workers = 1 the
-        bandwidths of all links are returned.
+        """Returns the distinct bandwidths, in ascending order, of the links between the first num_workers
+        workers. For num_workers = 1 there are no such links, and the bandwidths of all links are returned.
         """
         found = {link.bytes_per_s for link in self.links if max(link.sender, link.receiver) < num_workers}
         return sorted(found or {link.bytes_per_s for link in self.links})

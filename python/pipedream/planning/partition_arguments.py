@@ -49,8 +49,8 @@ def check_partition_arguments(
     sync: Any,
     staleness: Any,
 ) -> None:
-    """Raises TypeError or ValueError for wrong arguments of partition(). links: the measured links, if there
-    are any.
+    """Raises TypeError or ValueError for wrong arguments of partition(). links: the measured links, or
+    None.
     """
     if not isinstance(profile, Profile):
         raise TypeError(
@@ -107,7 +107,9 @@ def check_partition_arguments(
 
 
 def _rules_of_planned(schedule: str) -> _core.ScheduleRules:
-    """Returns the rules of a schedule for which partition() may choose stages and replicas."""
+    """Returns the rules of a schedule for which partition() can choose stages and replicas. Raises ValueError
+    for any other schedule.
+    """
     from pipedream import _core
 
     def is_planned(rules: _core.ScheduleRules) -> bool:

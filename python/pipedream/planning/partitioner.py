@@ -8,10 +8,10 @@ torch-free.
 Any schedule other than "pipedream" is simulated and searched with either cost model, because the formulas
 know no bubble.
 
-plan_search.py finds the plan. This module checks the arguments, chooses the spare shards, and adds figures to
-the plan. A spare shortens only the replicas' synchronisation. The formulas choose how many spares to use
-(synced_bytes.py). The simulator then checks that the gain is real: synchronisation that happens while
-replicas compute costs no time, and only the simulator accounts for that.
+plan_search.py finds the plan. This module checks the arguments, adds figures to the plan, and chooses the
+spare shards. A spare shard only makes the synchronisation of replicas shorter. The formulas choose the number
+of spares (synced_bytes.py). Then the simulator checks that the plan becomes faster: only the simulator knows
+that synchronisation costs no time while replicas compute.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def partition(
 ) -> Plan:
     """Returns the plan with the smallest predicted time per minibatch on at most `num_workers` workers.
 
-    The cost of a stage is T(i..j, m) = (1/m) max( sum T_l, sum 4 (m-1) |w_l| / (m B) ), the cost of a
-    boundary 2 a_i / B. m is the number of replicas, T_l the time of a layer, |w_l| the bytes of its
-    parameters, a_i the bytes of the tensors that cross the boundary, and B the bandwidth. Ties go to fewer
-    workers, then to fewer stages. Source: PipeDream (SOSP'19), section 3.1.
+    The cost of a stage is T(i..j, m) = (1/m) max( sum T_l, sum 4 (m-1) |w_l| / (m B) ). The cost of a
+    boundary between two stages is 2 a_i / B. m is the number of replicas, T_l the time of a layer, |w_l| the
+    bytes of its parameters, a_i the bytes of the tensors that cross the boundary, and B the bandwidth. Ties
+    go to fewer workers, then to fewer stages. Source: PipeDream (SOSP'19), section 3.1.
 
     `bandwidth` is a text with a unit ("10Gbit/s"), a number of bytes per second, or the result of
     profile_links(). With measured links a search starts from the formulas' optima for some of the bandwidths.
@@ -85,9 +85,9 @@ def partition(
     per stage only. The plan's `predicted` compares it with one worker, data parallelism, model parallelism
     and the straight pipeline.
 
-    memory: the memory that a worker may use, "16GiB" or bytes; one value for all workers, or one for each.
-        Counted are weight versions, gradients, the optimizer's state, buffers for what replicas exchange, and
-        tensors that minibatches in flight keep.
+    memory: the memory that a worker may use, "16GiB" or bytes; one value for all workers, or one for each. It
+        must hold weight versions, gradients, the optimizer's state, buffers for what replicas exchange, and
+        the tensors that minibatches in flight keep.
     optimizer_copies: the optimizer's state, in copies of the weights: 0 for plain SGD, 1 with momentum, 2 for
         Adam. With float32 masters of bfloat16 weights these are 2, 4 and 6.
     recompute: whether a stage may repeat its forward if its memory would not suffice otherwise.
@@ -97,21 +97,21 @@ def partition(
     workers_per_host: how many workers share the cores of one machine, for the calibrated model. None: each
         worker has a machine of its own.
     schedule, microbatches: the schedule and number of microbatches of the run, for the prediction. Any
-        schedule other than "pipedream" is simulated with either cost model. microbatches=None chooses the
-        number if the schedule needs microbatches. "2bw" gives all stages the same number of replicas, as its
-        own planner does (PipeDream-2BW, section 3.3). Either argument may be "auto". Then the candidates are
-        "flush", "pipedream" and "unstashed" with the numbers of microbatches that the minibatch allows. The
-        highest predicted rate with a delay of at most delay_max wins. Rates within 1 % of it count as equal:
-        among these the smallest delay wins, then a schedule that stashes. `run(schedule="auto")` uses the
-        plan's choice, and print(plan) shows the candidates. The times of small microbatches are the profile's
-        microbatch_ms.
+        schedule other than "pipedream" is simulated with either cost model. microbatches=None lets
+        partition() choose the number if the schedule needs microbatches. "2bw" gives all stages the same
+        number of replicas, as its own planner does (PipeDream-2BW, section 3.3). The times of small
+        microbatches are the profile's microbatch_ms. Either argument may be "auto". Then the candidates are
+        "flush", "pipedream" and "unstashed", with the numbers of microbatches that the minibatch allows. The
+        highest predicted rate wins among those whose delay is at most delay_max. Rates within 1 % of the
+        highest count as equal: among these the smallest delay wins, then a schedule that stashes.
+        `run(schedule="auto")` uses the plan's choice, and print(plan) shows the candidates.
     delay_max: with "auto", the largest mean delay of gradients that is allowed, in updates, at the stage
         where it is largest. 0 allows "flush" only.
     speeds: the speed of each worker, by rank. A worker of speed 2 takes half the profile's time.
     boundaries, replicas: fix the last layer of every stage but the last one, and the replicas of each stage.
 
-    hides_links: keeps more minibatches in flight than the rule gives, if the simulator shows that this saves
-        5 % or more over slow links. Applies to schedule "pipedream", unless memory is limited.
+    hides_links: whether the plan keeps more minibatches in flight than usual, if this hides slow links: the
+        simulator must show a gain of 5 % or more. Applies to schedule "pipedream", unless memory is limited.
     spare_workers: additional workers, such as hosts without a GPU, that may serve as spare shards of
         replicated stages (docs/parameter-server.md). The plan uses as many as make it faster by the paper's
         formulas and by simulation. If it uses none, it says why. Needs cost_model="paper", schedule
@@ -241,7 +241,8 @@ def _with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
     def one_at_a_time_ms(stages: Stages) -> float:
         if not free.is_simulated:
             boundary_ms = free.formula_plan(stages).predicted["boundary_ms"]
-            # By the paper's figures: all layers' times, and every boundary's times in both directions.
+            # The paper's time is the sum of all layers' times and of each boundary's times in both
+            # directions.
             return free.limits.slowed(free.profile, stages).compute_ms + float(sum(boundary_ms))
         return replace(free, schedule="model_parallel").simulated_plan(stages).bottleneck_ms or 0.0
 
@@ -292,8 +293,8 @@ class SearchProgress:
             print(_CLEAR_LINE, end="", file=self._file, flush=True)
 
     def advance(self, num_plans: int, plans_max: int, least_ms: float) -> None:
-        """Shows the number of plans seen so far, the largest number that may be seen, and the milliseconds
-        per minibatch of the fastest plan.
+        """Shows the number of plans seen so far and the largest number that may be seen. least_ms:
+        milliseconds per minibatch of the fastest plan so far.
         """
         now_s = time.monotonic()
         if not self._enabled or now_s < self._next_s:
@@ -320,8 +321,8 @@ def with_spares(
     """Returns the plan with as many of the spare workers as make it faster. Each spare is added to the stage
     that is slowest at that moment. `predicted` says how much time the spares save, or why none is used.
 
-    figures_of: function that returns the formulas' figures of stages. simulated_ms: function that returns a
-    plan's simulated milliseconds per minibatch.
+    figures_of: stages -> their figures by the paper's formulas. simulated_ms: plan -> its simulated
+    milliseconds per minibatch.
     """
     if spare_workers == 0:
         return plan
@@ -357,11 +358,11 @@ def _bottleneck_ms(figures: dict[str, Any]) -> float:
 def _most_that_pay(
     stages: Stages, spare_workers: int, figures_of: Callable[[Stages], dict[str, Any]]
 ) -> tuple[Stages, dict[str, Any], str]:
-    """Returns the stages with the number of spares that makes them fastest, the figures of these stages, and
-    the reason why no more spares are used.
+    """Returns the stages with the number of spares that makes the plan fastest, their figures, and the reason
+    why no more spares are used.
 
     A single spare may bring no gain: if two stages are equally slow, each needs a spare before the plan is
-    faster.
+    faster. So spares are added as long as the slowest stage becomes faster.
     """
     best, best_figures = stages, figures_of(stages)
     figures, why = best_figures, "other stages are as slow, and there are too few spare workers for all"

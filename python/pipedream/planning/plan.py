@@ -1,7 +1,8 @@
-"""Plan says which layers run in which stage, and on how many replicas. The file form is pipedream.plan/1.
+"""Plan says which layers run in which stage, and on how many replicas. Its file has the form
+pipedream.plan/1.
 
-Values that never change once built; any thread. Needs no torch: the partitioner fills it or a person
-writes it by hand, the launcher and every worker read it, files carry it between machines.
+The partitioner makes a Plan, or a person writes its file. run() and every worker read it. Its values never
+change once built; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _TAKEN_FIELDS = (
 )
 """Fields of a file that Plan takes and checks as they are."""
 _FIELDS = ("format", "stages", "noam", "in_flight", "shapes_apart", *_TAKEN_FIELDS)
-_SIMILARITY_MIN = 0.75  # difflib's ratio for two names that differ in one letter or two swapped ones
+_SIMILARITY_MIN = 0.75  # difflib's ratio of two short names that differ in one letter or in two swapped ones
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ class Plan:
     bottleneck_ms: float | None = None
     """Predicted time per minibatch of the slowest stage or boundary."""
     predicted: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Optional figures of the cost model: samples_per_s, memory_bytes (null: not predicted), and figures per
-    stage that print(plan) shows. These are stage_ms (time per minibatch), stage_parameter_bytes, stage_layers
-    ([first, last] layer names), and boundary_ms (time in both directions together, after each stage but the
-    last).
+    """Optional figures of the cost model. samples_per_s; memory_bytes (null: not predicted). Lists with a
+    figure per stage, which print(plan) shows: stage_ms (time per minibatch), stage_parameter_bytes,
+    stage_layers ([first, last] layer names). A list with a figure for each stage but the last: boundary_ms,
+    the time of the tensors to and from the next stage together.
     """
     max_shapes: Shapes = field(default_factory=dict, hash=False)
     """The largest sizes of a minibatch's entries for which `run` plans memory: {"input_ids": (8, 512)}, or
@@ -189,7 +190,7 @@ class Plan:
         return self.workers_used - self.num_spares
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the fields without the placement, which cannot be pickled. It is computed again when it is
+        """Returns the fields to pickle. The placement cannot be pickled, and is computed again when
         needed.
         """
         return {name: value for name, value in self.__dict__.items() if name != "placement"}
@@ -210,7 +211,8 @@ class Plan:
 
     def describe_worker(self, rank: int, stage: int | None = None) -> str:
         """Returns a worker's name for errors and traces: "stage 1 (rank 1)", "stage 0 replica 2 (rank 2)" or
-        "stage 0 spare 0 (rank 4)". stage: the only one of the worker's stages to name; None: all are named.
+        "stage 0 spare 0 (rank 4)". stage: the stage to name, of a worker that runs several; None: all of
+        them.
         """
         served = self.spare_stage_of(rank)
         if served is not None:
@@ -285,7 +287,7 @@ class Plan:
         cls, num_layers: int, num_stages: int, *, num_workers: int | None = None, model: str | None = None
     ) -> Plan:
         """Returns a plan without replicas and with equal numbers of layers per stage. If the layers do not
-        divide evenly, the first stages have one more each.
+        divide evenly, each of the first stages has one layer more.
 
         num_workers: the number of workers, if fewer than stages, for schedule "interleaved". Worker s mod
         num_workers runs stage s.
@@ -313,8 +315,8 @@ class Plan:
 
     @classmethod
     def replicated(cls, num_layers: int, num_replicas: Sequence[int], *, model: str | None = None) -> Plan:
-        """Returns a plan of stages with these replicas. Each stage's share of the layers is its share of the
-        workers, and at least one layer.
+        """Returns a plan of stages with these numbers of replicas. A stage gets as large a share of the
+        layers as its replicas are of the workers, and at least one layer.
         """
         if not isinstance(num_replicas, (list, tuple)):
             raise TypeError(f"num_replicas is {num_replicas!r}: give each stage's replicas, as [2, 1]")
@@ -334,11 +336,8 @@ class Plan:
         return cls(tuple(stages), model=model)
 
     def hash(self) -> int:
-        """Returns 64 bits that two workers compare before they exchange anything else. Plans that run alike
-        have equal bits.
-
-        The bits depend on the stages, their workers and in_flight only. They are the same on every machine
-        and Python version.
+        """Returns 64 bits that two workers compare before they exchange anything else. The bits depend only
+        on the stages, their workers and in_flight, and are the same on every machine and Python version.
         """
         content: list[Any] = [
             [[s.first_layer, s.last_layer, s.num_replicas] for s in self.stages],
@@ -363,7 +362,7 @@ class Plan:
         field whose name resembles a known one.
 
         `path` may also give the replicas of every stage, as "2-1", or replicas and spare shards, as "3+1-1".
-        This needs one of the following.
+        Then one of two arguments must describe the model:
         profile: the plan takes its layers, cuts and largest shapes from this profile.
         num_layers: the model has this many layers.
         """

@@ -23,7 +23,7 @@ __all__ = ["describe_plan"]
 _HEADINGS = ("stage", "layers", "from .. to", "replicas", "in flight", "ms", "link ms", "parameters")
 
 _CANDIDATE_HEADINGS = ("", "schedule", "m", "plan", "late", "bubble", "versions", "memory", "ms", "samples/s")
-_SHORT_MS = 1.0  # below it, the runtime's own time may matter at a stage
+_SHORT_MS = 1.0  # in a stage that is shorter, the runtime's own time may matter
 _SAME_SHARE = 0.01  # plans whose times differ by less count as equally fast
 _GAIN_SHARE_MIN = 0.001
 _FACTORS_GAIN_MIN = 0.02
@@ -40,8 +40,8 @@ _SEARCH_FIELDS = ("plans", "formulas_ms", "found_ms")
 
 
 def describe_plan(plan: Plan) -> str:
-    """Returns a title, a table of the stages, and lines of figures. Predicted figures that are malformed, as
-    a file may have them, are left out.
+    """Returns a title, a table of the stages, and lines of figures. `predicted` comes from a file, so any
+    malformed figure in it is left out.
     """
     table = format_table(_HEADINGS, [_row(plan, index) for index in range(plan.num_stages)], ">><>>>>>")
     return "\n".join([_title(plan), "", table, "", *_summary(plan)])
@@ -137,7 +137,9 @@ def _count(number: int, noun: str) -> str:
 def _describe_figures(
     bottleneck_ms: float | None, num_stages: int, predicted: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yields a line for each kind of figure. Malformed figures, as a file may have them, yield none."""
+    """Yields a line for each kind of figure in `predicted`. Malformed figures, as a file may have, are left
+    out.
+    """
     memory_bytes = predicted.get("memory_bytes")
     if is_number(memory_bytes):
         repeats = predicted.get("recompute")
@@ -212,8 +214,8 @@ def _describe_alternatives(
 
 
 def _describe_candidates(predicted: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the table of candidates. A plan for one schedule only has none, and malformed figures yield
-    none.
+    """Yields the table of the schedules that were compared, if the plan has one. It has none if the user
+    named the schedule.
     """
     rows = predicted.get("candidates")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):

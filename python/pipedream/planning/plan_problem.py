@@ -1,5 +1,5 @@
-"""PlanProblem holds the arguments of one partition(). It makes plans of given stages with the cost model's
-figures. Pure; any thread; needs no torch.
+"""PlanProblem holds the arguments of one partition(). It makes a plan from given stages, with the figures
+that the cost model predicts. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanProblem", "Stages"]
 
-_SPREAD_ITEMS_MAX = 6_000  # minibatches times stages; a longer simulation with a spread would take too long
+# Minibatches times stages times microbatches. A longer simulation in which the times of items vary (their
+# spread, item_cost.py) would take too long.
+_SPREAD_ITEMS_MAX = 6_000
 
 Stages = tuple[Stage, ...]
 
@@ -112,8 +114,8 @@ class PlanProblem:
     def solve(
         self, layers_ms: list[float], num_workers: int, straight: bool
     ) -> tuple[Stages, float, dict[str, Any]]:
-        """Returns the optimum of the formulas, its bottleneck in seconds, and its figures of memory and
-        recompute.
+        """Returns the optimum of the paper's formulas within the limits: its stages, its bottleneck in
+        seconds, and its figures of memory and recompute.
         """
         from pipedream import _core
 
@@ -138,7 +140,7 @@ class PlanProblem:
     # By the simulator.
 
     def simulated_ms(self, plan: Plan) -> float:
-        """Returns simulated milliseconds per minibatch, with every item at its mean time."""
+        """Returns the simulated milliseconds per minibatch, if every work item takes its mean time."""
         costed = self.costed(plan)
         options = schedule_of(costed, self.schedule, self.microbatches or 1)
         predicted_ms = predict_ms(costed, options, steady_rounds=FEW_ROUNDS, spreads=False)
@@ -153,7 +155,7 @@ class PlanProblem:
         self, stages: Stages, *, spreads: bool = True, in_flight: tuple[int, ...] = ()
     ) -> Plan:
         """Returns the plan of these stages with simulated figures. spreads: whether the times of single items
-        vary about their mean; False when plans are compared. in_flight: as in Plan.
+        vary about their mean (item_cost.py); False when plans are compared. in_flight: as in Plan.
         """
         predicted: dict[str, Any] = {"samples_per_s": None, "memory_bytes": None}
         predicted |= formula_figures(self.profile, stages, self.links_of(stages)) | self._costs(stages)
@@ -193,8 +195,8 @@ class PlanProblem:
         return False
 
     def _microbatch_choices(self, plan: Plan) -> Sequence[int]:
-        """Returns the numbers of microbatches to try. Returns none if the plan needs more microbatches than
-        the user or the batch size allows.
+        """Returns the numbers of microbatches to try. The sequence is empty if the plan needs more
+        microbatches than the user or the batch size allows.
         """
         if not self.rules.needs_microbatches:
             return (self.microbatches or 1,)
@@ -247,8 +249,8 @@ class PlanProblem:
         return figures
 
     def _stages_ms(self, plan: Plan, costs: Sequence[StageCosts], microbatches: int | None) -> list[float]:
-        """Returns each stage's milliseconds per minibatch. microbatches None: the smallest possible
-        number.
+        """Returns each stage's milliseconds per minibatch. microbatches None: the fewest that the schedule
+        allows.
         """
         from pipedream import _core
 
@@ -260,8 +262,8 @@ class PlanProblem:
         ]
 
     def _factored(self, plan: Plan, microbatches: int | None) -> list[dict[str, Any]]:
-        """Returns the figures of weights whose gradients are pushed as factors. microbatches None: the
-        smallest possible number.
+        """Returns for each stage the figures of the weights whose gradients are pushed as factors.
+        microbatches None: the fewest that the schedule allows.
         """
         m = microbatches or microbatches_min(plan, self.schedule)
         of_rounds = profile_of_rounds(self.profile, plan, schedule_of(plan, self.schedule, m))
@@ -278,15 +280,15 @@ class PlanProblem:
         return bool(self._microbatch_choices(Plan(stages)))
 
     def has_room(self, stages: Stages) -> bool:
-        """Whether the stages fit into the workers' memory with schedule "pipedream", which the formulas
-        assume.
+        """Whether the stages fit into the workers' memory with schedule "pipedream". It is asked of plans
+        that are only compared with the chosen one, and their times are those of this schedule.
         """
         options = schedule_of(Plan(stages), "pipedream", self.microbatches or 1)
         return self.limits.have_room(stages, self.profile, options)
 
     def limits_of(self, plan: Plan, microbatches: int) -> dict[str, Any]:
-        """Returns the memory that the plan needs with this number of microbatches. Raises NothingFitsError if
-        the plan does not keep to the limits.
+        """Returns the figures of memory and recompute of the plan with this number of microbatches. Raises
+        NothingFitsError if the plan does not keep to the limits.
         """
         options = schedule_of(plan, self.schedule, microbatches)
         return self.limits.figures_of(plan.stages, profile_of_rounds(self.profile, plan, options), options)

@@ -37,8 +37,8 @@ _Schedule = TypeVar("_Schedule", bound=str | Program)
 
 
 def schedule_to_run(plan: Plan, schedule: _Schedule, microbatches: int | None) -> tuple[_Schedule | str, int]:
-    """Returns the schedule under its present name, and the number of microbatches. "auto" takes both from the
-    plan. A program contains its number of microbatches.
+    """Returns the schedule and the number of microbatches of a run. "auto" takes both from the plan. A
+    program contains its number of microbatches. An old name of a schedule is replaced by its present one.
 
     microbatches: 1 or None if the user gave none. Raises ValueError if a value contradicts the plan or the
     program, or if "auto" finds no schedule in the plan.
@@ -87,7 +87,9 @@ def microbatches_min(plan: Plan, schedule: str) -> int:
 
 
 def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
-    """Returns the schedule with the fewest microbatches that it may have."""
+    """Returns the core's options for the plan and schedule, with the fewest microbatches that are
+    possible.
+    """
     return schedule_of(plan, schedule, microbatches_min(plan, schedule))
 
 
@@ -105,25 +107,27 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
 
 
 def minibatches_per_body(options: _core.ScheduleOptions) -> int:
-    """Returns the number of minibatches after which a program's lists repeat; 1 for named schedules."""
+    """Returns the number of minibatches after which a program's lists of instructions repeat. It is 1 for
+    named schedules.
+    """
     return 1 if options.program is None else options.program.minibatches_per_body
 
 
 def versions_kept(options: _core.ScheduleOptions) -> list[int]:
-    """Number of weight versions that each stage keeps."""
+    """Returns the number of weight versions that each stage keeps."""
     from pipedream import _core
 
     return [_core.num_versions_kept(options, stage) for stage in range(options.num_stages)]
 
 
 def mean_delay(options: _core.ScheduleOptions) -> float:
-    """The largest of mean_delays()."""
+    """Returns the largest of mean_delays()."""
     return max(mean_delays(options))
 
 
 def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
-    """Returns, for each stage, how many minibatches one replica trains in a round (between two updates). The
-    number is below 1 if a replica gets only some microbatches of a minibatch.
+    """Returns for each stage how many minibatches one replica trains in a round, which is the work between
+    two updates. The number is below 1 if a replica gets only some microbatches of a minibatch.
     """
     from pipedream import _core
 
@@ -132,7 +136,7 @@ def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
 
 
 def profile_of_rounds(profile: Profile, plan: Plan, options: _core.ScheduleOptions) -> Profile:
-    """Returns the profile with the bytes of factors per round instead of per minibatch."""
+    """Returns the profile with factor_bytes for the minibatches of a round, instead of for one minibatch."""
     if not any(layer.factors for layer in profile.layers):
         return profile
     layers = list(profile.layers)

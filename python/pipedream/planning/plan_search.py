@@ -89,7 +89,7 @@ def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None
     while enough > too_few * 1.01:
         middle = math.sqrt(too_few * enough)
         too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
-    return enough * 1.005  # rounding to two digits must not show a value that is too small
+    return enough * 1.005  # the message rounds this number, and the rounded one must be enough, too
 
 
 def _by_measured_links(problem: PlanProblem, links: LinkProfile, on_plan: OnPlan | None) -> Plan:
@@ -111,8 +111,8 @@ def _measured_starts(
     *,
     straight: bool,
 ) -> list[Stages]:
-    """Returns starts for a search. They are the optima for some of the links' bandwidths, and plans with
-    equal numbers of replicas at every stage. The latter suit machines of equal size.
+    """Returns starts for a search. They are the optima for some of the links' bandwidths, and plans whose
+    stages have equal numbers of replicas. Such plans suit machines with equal numbers of workers.
 
     optimum_at: function of (bandwidth in bytes per second, number of workers, whether each stage has one
     replica) that returns the formulas' optimum. If no plan keeps to the limits, its error is raised.
@@ -143,7 +143,8 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
     for count in _some_counts(problem.num_workers):
         for straight in {problem.straight, True}:
             with contextlib.suppress(NothingFitsError):
-                if limits.memory_bytes:  # it may fit: this schedule keeps other versions than the formulas'
+                if limits.memory_bytes:
+                    # The formulas count memory as for another schedule, so they might refuse this start.
                     roomy = replace(problem, limits=replace(limits, memory_bytes=()))
                     starts.append(roomy.solve(layers_ms, count, straight)[0])
                 starts.append(problem.solve(layers_ms, count, straight)[0])
@@ -187,12 +188,12 @@ def _found_from(
     planned: Callable[[Stages], Plan],
     on_plan: OnPlan | None,
 ) -> Plan:
-    """Returns the plan with the least bottleneck, by a search. scored: makes a plan from stages; the search
-    compares the bottlenecks of these plans. planned: makes the final plan from the stages that the search
-    found.
+    """Returns the plan with the least bottleneck, by a search.
 
-    planned may include the spread of single items. The spread slows only plans whose workers wait for each
-    other. So the final plan of one worker alone is compared with the final plan of the stages found.
+    scored: makes the plan of given stages; the search compares the bottlenecks of these plans. planned: makes
+    the final plan of the stages that the search has found. Unlike scored, it may let the times of single
+    items vary (item_cost.py), which slows plans whose workers wait for each other. So the final plan is also
+    made for one worker alone, and the faster of the two is returned.
     """
     found = search(
         starts,
@@ -206,7 +207,7 @@ def _found_from(
     )
     alone: Stages = (Stage(0, problem.profile.num_layers - 1),)
     finalists = {stages: None for stages in (alone, found.stages) if problem.is_allowed(stages)}
-    # min() returns the first of equally fast plans, which is the smaller one.
+    # min() returns the first of equally fast plans. That is the plan for one worker.
     plan = min(map(planned, finalists or [found.stages]), key=lambda plan: plan.bottleneck_ms or 0.0)
     figures = {"search": found.to_dict()}
     if problem.limits.any:

@@ -1,7 +1,7 @@
 """Stage holds consecutive layers of a plan with their replicas and spare shards. This module also reads a
 stage from a file, and checks how many minibatches a plan keeps in flight.
 
-Values that never change once built; any thread. Needs no torch.
+A Stage never changes once built; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | 
 
 
 def num_spares_max(num_replicas: int) -> int:
-    """Returns how many spare shards help a stage with this many replicas."""
+    """Returns the largest number of spare shards that help a stage with this many replicas."""
     return num_replicas if num_replicas > 1 else 0
 
 
@@ -245,7 +245,7 @@ def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
 
 def in_flight_in_phase(in_flight: Sequence[int], stages: Sequence[Stage]) -> tuple[int, ...]:
     """Returns the minibatches in flight with which a balanced plan loses no time while replicas wait for each
-    other's gradients. The formula was found by simulating all small plans:
+    other's gradients. They follow from this formula, which was found by simulating all small plans:
 
     n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} - 2 gcd(r_s, r_{s+1})) / r_s), and at least in_flight.
     """

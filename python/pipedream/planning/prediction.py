@@ -1,13 +1,13 @@
-"""Predicts the time of a run by simulating the schedule's instruction lists with the stage costs of a
-calibrated plan. Pure; any thread; needs no torch.
+"""Predicts the time of a run by simulating the schedule's lists of instructions, with the costs of each stage
+that the plan has stored. A plan from the paper's formulas stores none. For such a plan the prediction is its
+bottleneck.
 
-A worker sends everything (downstream, upstream and to replicas) over one link, and receives everything over
-another one, as a host has one network interface. For a plan of the paper's cost model the prediction is its
-bottleneck, whatever the schedule.
+A host has one network interface. So a worker sends everything (downstream, upstream and to replicas) over one
+link, and receives everything over another one.
 
-with_links_hidden() puts more minibatches in flight than the rule of Plan.in_flight gives. It does so if
-a slow link would otherwise leave a stage idle, and the simulator shows a gain that is worth the memory and
-staleness.
+with_links_hidden() puts more minibatches in flight than Plan.in_flight has by default. It does so if a slow
+link would otherwise leave a stage idle, and the simulator shows a gain that is worth the memory and
+staleness. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ STEADY_ROUNDS = 100
 # The fewest rounds simulated for a schedule that drains, because it is measured only from the end of its
 # first round on.
 _DRAINED_ROUNDS_MIN = 3
-_MINIBATCHES_MAX = 2_048  # bound for whole rounds that are longer than the number asked for
+# The most minibatches that are simulated if whole rounds need more than was asked for.
+_MINIBATCHES_MAX = 2_048
 
 
 def predict_ms(
@@ -111,8 +112,8 @@ def simulate_programs(
     *,
     one_link: bool = True,
 ) -> Simulation:
-    """Simulates the workers' lists with costs of each stage and boundary, and with the plan's other figures.
-    one_link: as in Conditions.
+    """Simulates the workers' lists of instructions with these costs of each stage and boundary, and with the
+    plan's other figures. one_link: as in Conditions.
     """
     times, transfers, conditions = _timing_of(plan, schedule, costs, links)
     return simulate(
@@ -130,7 +131,7 @@ def _timing_of(
     costs: Sequence[StageCosts],
     links: Sequence[LinkCosts],
 ) -> tuple[list[_core.StageDurations], list[_core.BoundaryDurations], Conditions]:
-    """Returns the arguments of the simulator."""
+    """Returns the times of each stage and boundary, and the other conditions, as the simulator takes them."""
     predicted, m = plan.predicted, schedule.num_microbatches
     wakings = read_value("predicted.waking", predicted.get("waking", []), tuple[Waking, ...])
     _check_counts(plan, costs, len(wakings))
@@ -216,8 +217,8 @@ def _times(
 
 
 def _update_ms(stage: Stage, cost: StageCosts, num_versions: int, share: float) -> float:
-    """Returns the update time of a worker that owns `share` of the stage's parameters. `cost` is for a share
-    of 1 / r, so its part that grows with the parameters is scaled.
+    """Returns the update time of a worker that owns `share` of the stage's parameters. The times in `cost`
+    are for a share of 1 / r, so the part that grows with the parameters is scaled.
     """
     update_ms, of_shard_ms = cost.update_ms, cost.shard_update_ms
     if num_versions > 1:
@@ -227,7 +228,9 @@ def _update_ms(stage: Stage, cost: StageCosts, num_versions: int, share: float) 
 
 
 class LinkCosts(NamedTuple):
-    """How long a minibatch's tensors take over a boundary. An entry of `links` in a plan's `predicted`."""
+    """The time that a minibatch's tensors need to cross a boundary, from one stage to the next. An entry of
+    `links` in a plan's `predicted`.
+    """
 
     one_way_ms: float
     latency_ms: float
@@ -249,7 +252,7 @@ def boundary_links(plan: Plan) -> list[LinkCosts]:
 
 
 FEW_ROUNDS = 8  # rounds simulated for each plan that a search scores
-SIMULATED_ITEMS_MAX = 100_000  # minibatches times stages; partition() would wait too long for more
+SIMULATED_ITEMS_MAX = 100_000  # minibatches times stages; partition() would take too long to simulate more
 _ROUNDING = 1e-9
 _GAIN_MIN = 0.05  # least saving, as a share of the time per minibatch, for more minibatches in flight
 

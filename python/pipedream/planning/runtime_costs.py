@@ -1,16 +1,17 @@
-"""The calibrated cost model adds, to a profile's layer times, the other costs of a run. They are measured on
+"""The calibrated cost model adds the other costs of a run to a profile's layer times. They are measured on
 the machine that trains.
 
-    forward of a microbatch   scale * sum of layers * (share + (1 - first share) / m) + the item's own cost
+    forward of a microbatch   scale * sum of layers * (share + (1 - first share) / m) + the runtime's own cost
     update                    fixed + per byte of parameters (+ a copy, + what replicas exchange)
 
-m is the number of microbatches. `share` is the part of a pass over the whole minibatch that each microbatch
-repeats. It has another value for the first microbatch of a minibatch, which meets a new version and no
-gradients. Times that were measured for some m override this line (item_cost.py). Items vary about their mean
-(Spread) and take longer after a wait (Waking); both are in item_cost.py.
+m is the number of microbatches, and the sum of layers is their time for a whole minibatch. Each microbatch
+takes 1 / m of that time, and repeats a `share` of it. The first microbatch of a minibatch has a share of its
+own, because it meets a new version and no gradients. Times that were measured for some m take precedence over
+this line (item_cost.py). There are also the spread of items about their mean, and the cost of waking after a
+wait.
 
-`pipedream.calibrate` measures these figures by short runs. A profile's file stores them as `runtime`. Values
-that never change once built; any thread; needs no torch.
+`pipedream.calibrate` measures these figures by short runs. A profile's file stores them as `runtime`. The
+values never change once built; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -213,8 +214,8 @@ def stage_costs(
     """Returns each stage's costs by the calibrated cost model.
 
     bytes_per_s, latency_ms: for each stage, bandwidth and latency of the links between its replicas. The
-    calibration has a latency, too, and the longer of the two is used. minibatches: for each stage, how many
-    minibatches one replica trains per update; None: 1.
+    calibration has measured a latency, too, and the longer of the two is used. minibatches: for each stage,
+    the number of minibatches that one replica trains per update; None: 1.
     """
     costs = []
     for stage_index, stage in enumerate(stages):
@@ -287,8 +288,9 @@ def _passes(
 
 
 def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tuple[float, float], ...]:
-    """Returns StageCosts.push_leads. A chunk can be pushed when the backward has finished the layer in which
-    the chunk begins. The stage's chunks belong to the owners in turn.
+    """Returns the shares of a backward that remain when chunks can be pushed (StageCosts.push_leads). A chunk
+    can be pushed when the backward has finished the layer in which the chunk begins. The stage's chunks
+    belong to the owners in turn.
     """
     ends_bytes = [*itertools.accumulate(layer.parameter_bytes for layer in layers)]
     done_ms = [0.0, *itertools.accumulate(layer.backward_ms for layer in layers)]
@@ -304,8 +306,8 @@ def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tupl
 
 
 def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts, num_microbatches: int = 1) -> float:
-    """Returns the time that a layer adds to its stage's forward, backward and update. Formulas use these
-    times, because they need costs that can be summed over layers.
+    """Returns the milliseconds that a layer adds to its stage's forward, backward and update together. The
+    paper's formulas need such a cost, because they sum the costs of layers.
     """
     if runtime is FREE:
         return layer.compute_ms_with(num_microbatches)
@@ -316,12 +318,11 @@ def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts, num_microbatches: 
 
 
 def costs_of(plan: Plan, *, drains: bool = False) -> list[StageCosts] | None:
-    """Returns the costs that a calibrated plan has stored; None if it has none. Raises ValueError naming a
-    field.
+    """Returns the stage costs that a plan has stored; None if it has none. Raises ValueError naming a field.
 
     drains: whether the schedule drains. Such a schedule has longer rounds if stages have different numbers of
-    replicas. With factors, updates and pushes grow with the round. So a plan with factors stores separate
-    costs for schedules that drain.
+    replicas. With factors, updates and pushes take longer in longer rounds. So a plan with factors stores
+    separate costs for schedules that drain.
     """
     name = "drained_costs" if drains and "drained_costs" in plan.predicted else "stage_costs"
     if plan.predicted.get(name) is None:

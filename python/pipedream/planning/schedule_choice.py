@@ -73,10 +73,10 @@ def best_of_schedules(
     on_plan: OnPlan | None = None,
 ) -> tuple[Plan, PlanProblem]:
     """Returns the plan with the best schedule and number of microbatches, and the problem with both filled
-    in.
+    in. If the problem already has one of the two, no other value of it is tried.
 
-    If the problem already has a schedule or a number of microbatches, no other is tried. finished: a function
-    that completes each plan that is found. Raises ValueError if no candidate keeps to the limits.
+    finished: a function that completes each plan that is found. Raises ValueError if no candidate keeps to
+    the limits.
     """
     candidates: list[_Candidate] = []
     why: NothingFitsError | None = None
@@ -123,8 +123,8 @@ def _finished(
     finished: Callable[[Plan, PlanProblem], Plan] | None,
     delay_max: float,
 ) -> _Candidate:
-    """Applies `finished`, which may put more minibatches in flight and so raise the delay. Its result is
-    dropped if it raises the delay above delay_max.
+    """Returns the candidate of a plan after `finished`, which may put more minibatches in flight and so raise
+    the delay. If that raises the delay above delay_max, returns the candidate without it.
     """
     plain = _looked_at(plan, problem)
     if finished is None:

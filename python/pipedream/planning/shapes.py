@@ -120,10 +120,10 @@ def cover(kinds: Iterable[Shapes], shapes: Shapes) -> bool:
 def cover_sizes(kinds: Sequence[Sequence[int]], sizes: Sequence[int]) -> bool:
     """Whether memory that is planned for these kinds is enough for a minibatch of these sizes.
 
-    It is enough if no size exceeds the size in some kind, or at some point between two kinds. The memory of a
-    minibatch is a sum of products of powers of its sizes (batch x length^2 of an attention). That sum is
-    convex in the logarithms of the sizes. So between two kinds it never exceeds the larger of the two kinds'
-    sums.
+    It is enough if all sizes are at most those of one kind, or at most those of a point between two kinds.
+    The reason: the memory of a minibatch is a sum of products of powers of its sizes, such as batch x
+    length^2 for an attention. That sum is convex in the logarithms of the sizes. So between two kinds it
+    never exceeds the larger of the two kinds' sums.
     """
     logs = [math.log(max(size, 1)) for size in sizes]
     of_kinds = [[math.log(max(size, 1)) for size in kind] for kind in kinds]
@@ -132,7 +132,7 @@ def cover_sizes(kinds: Sequence[Sequence[int]], sizes: Sequence[int]) -> bool:
 
 
 def _is_between(sizes: Sequence[float], one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether there is a t in [0, 1] for which no size is above one + t (other - one)."""
+    """Whether for some t in [0, 1] no size is above its point one + t (other - one)."""
     least, most = 0.0, 1.0
     for size, begin, end in zip(sizes, one, other, strict=True):
         missing, rise = size - begin - _ROUNDED, end - begin
@@ -147,7 +147,8 @@ def _is_between(sizes: Sequence[float], one: Sequence[float], other: Sequence[fl
 
 def with_apart(known: Iterable[Shapes], batches: Iterable[Any]) -> tuple[Shapes, ...]:
     """Returns the known kinds and the kinds of these batches, without any kind that another kind covers. If
-    there are more than NUM_KINDS_MAX, the two kinds whose common size is smallest become one.
+    there are more than NUM_KINDS_MAX, two kinds are replaced by the larger of their sizes. These are the two
+    for which the result is smallest.
     """
     found = list(known)
     for shapes in map(shapes_of, batches):
@@ -162,11 +163,11 @@ def with_apart(known: Iterable[Shapes], batches: Iterable[Any]) -> tuple[Shapes,
 
 
 def next_kind(kinds: Sequence[Shapes], shapes: Shapes, *, are_apart: bool) -> Shapes:
-    """Returns the shapes for which to plan memory if minibatches of `shapes` are added to the known kinds:
-    the largest sizes of all of them.
+    """Returns the shapes for which to plan memory if minibatches of `shapes` come in addition to the known
+    kinds.
 
-    are_apart: returns `shapes` alone, as one more kind. If there are NUM_KINDS_MAX kinds already, `shapes` is
-    enlarged so that it also covers one of them.
+    are_apart: False returns the largest sizes of all kinds and of `shapes`. True returns `shapes`, as one
+    more kind. But if there are NUM_KINDS_MAX kinds already, it returns sizes that also cover one of them.
     """
     if not are_apart:
         return functools.reduce(larger_of, (*kinds, shapes))
@@ -181,8 +182,8 @@ def _with_kind(kinds: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
 
 
 def _smallest_together(pairs: Iterable[tuple[Shapes, Shapes]]) -> tuple[Shapes, Shapes] | None:
-    """Returns the pair of kinds with the smallest common size. Only pairs whose largest sizes together cover
-    both kinds are considered.
+    """Returns the pair of kinds whose larger sizes have the fewest elements. Pairs are left out whose larger
+    sizes do not cover both kinds.
     """
     can_be = [pair for pair in pairs if all(cover([larger_of(*pair)], kind) for kind in pair)]
     return min(can_be, key=lambda pair: _num_elements(larger_of(*pair)), default=None)
@@ -193,7 +194,7 @@ def _num_elements(shapes: Shapes) -> int:
 
 
 def checked_shapes(field: str, value: object) -> Shapes:
-    """Reads shapes from a field of a file. Raises ValueError naming the field if it has none."""
+    """Reads shapes from a field of a file. Raises ValueError naming the field if its value is no shapes."""
     return {
         name: tuple(check_whole(f"{field}.{name}", size) for size in check_list(f"{field}.{name}", shape))
         for name, shape in check_object(field, value).items()
@@ -206,7 +207,7 @@ def listed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[int]]:
 
 
 def describe_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """ "input_ids (8, 128), labels (8, 128)"."""
+    """Returns the shapes as text: "input_ids (8, 128), labels (8, 128)"."""
     return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
 
 

@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Conditions(NamedTuple):
-    """The conditions of a replay in addition to its durations."""
+    """The conditions under which a replay runs, in addition to its durations."""
 
     host: SharedHost | None = None
     """The machine whose workers slow each other. None: no slowing."""
@@ -72,7 +72,7 @@ class TimedInstruction(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One transfer of an item over a link."""
+    """The transfer of one tensor, norm, push or pull over a link."""
 
     what: str
     """The edge's kind: activation, gradient, tied_gradient, tied_version, norm, push or pull."""
@@ -88,9 +88,8 @@ class Transfer(NamedTuple):
 class Simulation:
     """The begin and end of every instruction, and figures computed from them.
 
-    Shares are idle time divided by all time of the workers. Repeated computing (RECOMPUTE) counts as work.
-
-    The steady figures are measured after each worker's warm-up and before its cool-down
+    A bubble share is the workers' idle time divided by all their time. Repeated computing (RECOMPUTE) counts
+    as work. The steady figures are measured after each worker's warm-up and before its cool-down
     (csrc/planner/timeline.h). They are None if there is no whole minibatch in that time.
     """
 
@@ -124,15 +123,15 @@ def simulate(
     *,
     minibatches_per_body: int = 1,
 ) -> Simulation:
-    """Replays one list per worker.
+    """Replays the workers' lists of instructions, one list per worker.
 
-    stage_times: the durations of all stages alike, or of each stage.
-    transfer_ms: one time for every transfer, or the durations of each boundary between a stage and the next.
-    minibatches_per_body: the number of minibatches after which the lists repeat.
+    stage_times: the durations of all stages alike, or of each stage. transfer_ms: one time for every
+    transfer, or the durations of each boundary between a stage and the next. minibatches_per_body: the number
+    of minibatches after which the lists repeat.
 
     Raises ValueError if lists wait for each other, naming each worker and the event that it waits for. Also
-    raises it for an instruction that is there twice, a stage that is at two workers or none, and a wrong
-    number of figures.
+    raises it for an instruction that is there twice, for a stage that is at no worker or at two, and for a
+    wrong number of figures.
     """
     from pipedream import _core
 
@@ -182,10 +181,10 @@ def steady_ms(
     transfers: Sequence[_core.BoundaryDurations],
     conditions: Conditions,
 ) -> float:
-    """Returns milliseconds per minibatch in the steady state of the schedule's lists.
+    """Returns milliseconds per minibatch in the steady state of the schedule's lists of instructions.
 
     No timeline is made, so this is fast enough for a search over thousands of plans. The arguments and errors
-    are as for simulate(), with one time per stage and boundary.
+    are those of simulate(), with one time per stage and boundary.
     """
     from pipedream import _core
 

@@ -82,7 +82,7 @@ def make_speeds(
     profiles: dict[str, Profile], workers: Sequence[int], bandwidths: Sequence[str | LinkProfile]
 ) -> list[SpeedRow]:
     """Makes a row for each combination, by the paper's cost model. With measured links a row shows the
-    slowest link that its plan uses. Raises as partition().
+    slowest link that its plan uses. Raises the errors of partition().
     """
     plans = (
         (model, num_workers, bandwidth, partition(profile, num_workers, bandwidth, hides_links=False))

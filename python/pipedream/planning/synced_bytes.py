@@ -7,10 +7,10 @@ push factors of gradients where these are smaller (factor_rule.py).
 A stage has M bytes of parameters, n replicas and k spares. B is the bandwidth in bytes per second in each
 direction, C the size of a chunk of a spare's shard (csrc/schedule/shard_sizes.h explains the shares):
 
-    share of a replica    share of a spare    time of a round
-    1 / (n + 2 k)         2 / (n + 2 k)       (2 (n + k - 1) / (n + 2 k) M + n C) / B
-    0                     1 / k               (n / k M + n C) / B                       n^2 <= 2 k (k - 1)
-    1 / n                 no spares           2 (n - 1) / n M / B
+                             share of a replica    share of a spare    seconds of a round
+    no spares                1 / n                                     2 (n - 1) / n M / B
+    n^2 <= 2 k (k - 1)       0                     1 / k               (n / k M + n C) / B
+    other numbers of spares  1 / (n + 2 k)         2 / (n + 2 k)       (2 (n + k - 1) / (n + 2 k) M + n C) / B
 
 A spare sends nothing until it has received its first chunk from all replicas. Therefore a round takes n C / B
 longer. Two replicas gain nothing from spares.
@@ -66,19 +66,20 @@ def exchange_times(stage: Stage, all_ms: float, num_bytes: float | None = None) 
     """Returns arguments of StageDurations for the exchange between replicas and spares.
 
     all_ms: time in which one link carries all the stage's parameters. num_bytes: bytes of the parameters;
-    None: so many that the time of one chunk does not matter.
+    None assumes so many bytes that the time of one chunk does not matter.
     """
     replicas, spares = stage.num_replicas, stage.num_spare_shards
     of_replica, of_spare = shard_shares(replicas, spares)
     times: dict[str, Any] = {"pull_ms": all_ms * of_replica}
     if spares:
         num_bytes = num_bytes or _MANY_BYTES
-        in_all = round_ms(num_bytes, replicas, spares, 1e3 * num_bytes)  # in times all_ms
+        in_all = round_ms(num_bytes, replicas, spares, 1e3 * num_bytes)  # as a multiple of all_ms
         pushed = (replicas - 1) * of_replica + spares * of_spare
         times |= {
             "num_replicas": replicas,
             "spare_push_ms": all_ms * of_spare,
-            # The rest of the round after all pushes have arrived, divided among the replicas.
+            # After all pushes have arrived, the round goes on for this time. It is divided among the
+            # replicas.
             "spare_pull_ms": all_ms * max(0.0, in_all - pushed) / replicas,
         }
     return times
@@ -92,7 +93,9 @@ def all_reduce_ms(stage: Stage, all_ms: float) -> float:
 
 
 def spare_link_ms(stage: Stage, profile: Profile, bytes_per_s: float) -> float:
-    """Returns milliseconds per minibatch in which a spare's link carries versions to the replicas."""
+    """Returns the milliseconds per minibatch for which a spare's link is busy with versions for the
+    replicas.
+    """
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
     num_bytes = sum(layer.parameter_bytes for layer in layers)
     return 1e3 * shard_shares(stage.num_replicas, stage.num_spare_shards).of_spare * num_bytes / bytes_per_s

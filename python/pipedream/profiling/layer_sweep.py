@@ -139,7 +139,8 @@ class LayerSweep:
         clock.start()
         self._begun = [clock]
         calls = StageCalls(stage, self._loss_fn, torch.device("cpu"), self._autocast)
-        if stage.draws is not None:  # draws as the layer before did, which may have left out calls
+        # Code outside calls must draw, and so branch, as in the earlier layers' runs.
+        if stage.draws is not None:
             stage.draws.begin(0, 0, stage)
         output = calls.layers(map_tensors(boundary_input, leaves))
         if is_last:

@@ -1,11 +1,13 @@
 """Measures how long each layer takes for one microbatch, if a minibatch is cut into m pieces. A small piece
 takes longer than 1/m of the minibatch.
 
-Each round times the whole minibatch and, for every m, all of its m pieces. If time is short, there is one
-round, which times one piece for every m. The result is the median over the rounds. On a host with one thread
-the process's own CPU time is measured, because a busy machine interrupts long spans more often than short
-ones. More pieces of a minibatch cannot take less time together than fewer pieces. If the measured times say
-so, this is noise, and neighbouring m get the mean of their times. Runs in the thread that profiles.
+Each round times the whole minibatch and, for every m, all of its m pieces. If time is short, there is only
+one round, and it times only one piece for every m. The result is the median over the rounds. On a host with
+one thread the process's own CPU time is measured, because a busy machine interrupts long spans more often
+than short ones.
+
+A minibatch in more pieces cannot take less time than in fewer pieces. If the measured times say so, the
+reason is noise. Then neighbouring m get the mean of their times. Runs in the thread that profiles.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ class _Measurement:
         return _STUDENT_T * statistics.stdev(means_ms) / math.sqrt(_BLOCKS) / mean_ms
 
     def is_known_well(self) -> bool:
-        """Whether the mean time is known well enough. This is checked once per block."""
+        """Whether the mean time is known well enough. This is tested after every 50 measured minibatches."""
         if self.num_measured % (_BLOCKS * _BLOCK_MINIBATCHES_MIN) or self.num_measured <= 0:
             return False
         error = self.time_error()
@@ -421,7 +421,9 @@ def _make_passes(model: Model, how: _How, first: Sequence[tuple[Any, Any]]) -> T
 
 
 def _cut(model: Model, inputs: Any, targets: Any, how: _How) -> CutModel | None:
-    """Cuts the model on a minibatch. Returns None for a list of layers, which has its cuts."""
+    """Cuts the model on a minibatch. Returns None for a list of layers, because a list needs no other
+    cuts.
+    """
     if not needs_cutting(model):
         if how.cuts is not None:
             raise ValueError(

@@ -50,7 +50,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class TimedPasses(ABC):
-    """Runs minibatches, and measures the times of a model's layers. A subclass has the model's forward."""
+    """Runs minibatches, and measures the times of a model's layers. A subclass runs the model's forward."""
 
     layer_names: list[str]
     parameter_bytes: list[int]
@@ -82,7 +82,7 @@ class TimedPasses(ABC):
         """Runs a minibatch. Returns milliseconds of each layer's forward and backward. The parameters have no
         gradients afterwards.
         """
-        # Clones the inputs, because a first layer that works in place would change the caller's data.
+        # The inputs are cloned, because a first layer that works in place would change the caller's data.
         given = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
         pass_ = _Pass(len(self.layer_names), clock)
         measures_bytes = not self.saved_bytes

@@ -1,7 +1,8 @@
-"""Simulates a plan with a schedule. It runs the schedule's instruction lists with times from a profile.
+"""Simulates a plan with a schedule. It runs the schedule's lists of instructions with times from a profile.
 Torch-free; any thread.
 
-- A stage takes the sum of its layers' times, divided evenly among the microbatches.
+- A stage takes the sum of its layers' times. A microbatch takes the time that the profile has measured for
+  it, or else an even part of the minibatch's time.
 - Crossing a boundary takes its bytes divided by the bandwidth, in each direction (C_i in
   csrc/planner/partition.h). A boundary carries the tensors of one microbatch at a time in each direction.
 - Each of a stage's r replicas has its own link, over which it pushes and pulls shards. A shard has 1 / r of
@@ -10,7 +11,8 @@ Torch-free; any thread.
 - Nothing else costs time: the optimizer's step, the runtime's own work and the sharing of cores are ignored.
   A plan of the calibrated cost model has these costs, and they are used (prediction.py).
 
-Figures are per minibatch. Each of r replicas trains every r-th minibatch.
+Figures are per minibatch, over all replicas: a stage of two replicas spends half of its time on each
+minibatch.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ _EXCHANGES_MAX = 400_000  # transfers between replicas; more would take too long
 
 @dataclass(frozen=True)
 class PlanSimulation:
-    """A plan, the instruction lists of its schedule, and when each instruction runs."""
+    """A plan, the lists of instructions of its schedule, and when each instruction runs."""
 
     plan: Plan
     profile: Profile
@@ -226,7 +228,7 @@ def simulate_plan(
     sync: str = "bsp",
     staleness: int = 0,
 ) -> PlanSimulation:
-    """Executes the plan's instruction lists with the profile's costs.
+    """Simulates the plan with a schedule and the profile's costs.
 
     optimizer_copies: as in partition(). sync, staleness: as in run().
     factors: whether replicas push factors, as with run's codec={"pushes": "factors"}. None: as the plan was
@@ -237,9 +239,13 @@ def simulate_plan(
     minibatches: None chooses enough for a steady state. microbatches: None chooses as many as the schedule
         needs.
 
-    Raises ValueError for a profile of other layers; if there is no bandwidth, or two; for links between too
-    few workers, or together with spare shards; for factors that the profile does not have; for factors=False
-    if a calibrated plan was made with factors; and as make_traced().
+    Raises ValueError
+
+    - for a profile with another number of layers, and for the reasons of make_traced();
+    - if there is no bandwidth, or both a bandwidth and links;
+    - for links between too few workers, or together with spare shards;
+    - for factors that the profile does not have, and for factors=False if a calibrated plan was made with
+      them.
     """
 
     plan = Plan.load(plan_file, profile=profile)
@@ -291,8 +297,8 @@ def _simulate(
     *,
     over_own_links: bool,
 ) -> Simulation:
-    """Simulates the plan's lists with its own costs, or with the profile's if it has none. over_own_links:
-    whether the links are those that a calibrated plan was made for.
+    """Simulates the plan's schedule with the plan's own costs, or with the profile's if it has none.
+    over_own_links: whether the links are those for which the plan was made.
     """
     from pipedream import _core
 
@@ -329,8 +335,8 @@ def _simulate(
 
 
 def _enough_minibatches(plan: Plan) -> int:
-    """Returns a number of minibatches that reaches a steady state. With many replicas it is smaller, because
-    all of them exchange with each other in every round.
+    """Returns a number of minibatches with which the simulation reaches a steady state. With many replicas it
+    is smaller, because in every round all replicas of a stage exchange with each other.
     """
     warm_up = 2 * max(plan.in_flight)
     exchanged = 4 * sum(stage.num_replicas * (stage.num_replicas - 1) for stage in plan.stages)
@@ -372,8 +378,8 @@ def _links_of(
 def _uncalibrated_costs(
     plan: Plan, profile: Profile, links: StageLinks, minibatches: Sequence[float]
 ) -> list[StageCosts]:
-    """Returns each stage's costs by the profile alone. minibatches: for each stage, how many minibatches one
-    replica trains in a round.
+    """Returns each stage's costs from the profile alone. minibatches: for each stage, how many minibatches
+    one replica trains in a round.
     """
     # A stage is as fast as its slowest worker, because the others wait for it.
     slowed = Limits(speeds=tuple(_speeds_of(plan))).slowed(profile, plan.stages)
@@ -407,8 +413,8 @@ def _costs_over(
 
 
 def _exchanging(cost: StageCosts, profile: Profile, stage: Stage, minibatches: float) -> StageCosts:
-    """Returns the costs of replicas that push the profile's factors where these are smaller. minibatches: how
-    many minibatches one replica trains in a round.
+    """Returns the costs if replicas push factors where these are smaller. minibatches: how many minibatches
+    one replica trains in a round.
     """
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
     share = shares_of_a_shard(layers, stage.num_replicas, minibatches=minibatches)
@@ -418,7 +424,7 @@ def _exchanging(cost: StageCosts, profile: Profile, stage: Stage, minibatches: f
 
 
 def _speeds_of(plan: Plan) -> list[float]:
-    """Returns each worker's speed from the plan, or 1 for each if the plan has no speeds."""
+    """Returns each worker's speed from the plan. The speeds are 1 if the plan has none."""
     if plan.predicted.get("speeds") is None:
         return [1.0] * plan.workers_training
     speeds = predicted_rows(plan, "speeds", float, plan.workers_training, "workers")
@@ -433,7 +439,7 @@ def _boundary_bytes(plan: Plan, profile: Profile) -> list[int]:
 
 
 def _transfers(plan: Plan, profile: Profile, links: StageLinks) -> list[LinkCosts]:
-    """Returns a minibatch's times over each boundary."""
+    """Returns the costs of a minibatch's tensors over each boundary."""
     return [
         LinkCosts(1e3 * num_bytes / down, latency_ms, 1e3 * num_bytes / up)
         for num_bytes, down, up, latency_ms in zip(

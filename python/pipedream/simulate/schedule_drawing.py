@@ -24,7 +24,8 @@ __all__ = ["ROWS_MAX", "DrawnPart", "PhaseSpan", "ScheduleDrawing", "drawn_part"
 
 _CHART_WIDTH_MAX = 30.0  # inches of the time axis
 
-# Blue and orange of the Okabe-Ito palette. The two differ in lightness, and for every kind of colour vision.
+# The first and last colour are light blue and orange of the Okabe-Ito palette. They differ in lightness and
+# for every kind of colour vision, so forwards and backwards can always be told apart.
 _COLOURS = {  # by the opcode's duration
     "forward": (0.34, 0.71, 0.91),
     "recompute": (0.75, 0.88, 0.95),
@@ -198,7 +199,6 @@ class ScheduleDrawing:
             self.axes.plot(x, y, color=_QUIET_COLOUR, lw=0.5, alpha=0.6)
 
     def _bottom(self, worker: int) -> float:
-        """Returns the bottom of the worker's row."""
         return self.rows_top - _ROW - worker * (_ROW + _ROW_GAP)
 
     def _draw_phases(self) -> None:
@@ -255,7 +255,7 @@ class ScheduleDrawing:
         base = _BOUNDARY_COLOUR if traits.scope == "boundary" else _COLOURS[traits.duration]
         if self.num_chunks == 1:
             return base
-        # Each chunk has a shade. The shades go from lighter than the base colour to darker.
+        # Each stage of a worker has a shade, from lighter than the base colour to darker.
         share = chunk / (self.num_chunks - 1)
         light = tuple(1 - 0.5 * (1 - part) for part in base)
         darkest = _DARKEST_RECOMPUTE if traits.stash == "restored" else _DARKEST
@@ -364,8 +364,8 @@ def drawn_part(
 
 
 def _drawn_rows(simulation: Simulation) -> list[int]:
-    """Returns the workers to draw: the first replicas of each stage, up to the same number for all stages. If
-    there are too many stages, only the first and the last stages are drawn.
+    """Returns the workers to draw: the first replicas of each stage, and as many of every stage. If there are
+    too many stages, only the first stages and the last stages are drawn.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for worker, row in enumerate(simulation.timeline):

@@ -26,8 +26,8 @@ _DRAWN_BOXES_MAX = 20_000
 
 
 def check_picture_path(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError for a name with an unknown ending, and for one that needs matplotlib if it is
-    missing.
+    """Raises ValueError for a name with an unknown ending, and for a missing matplotlib if the ending needs
+    it.
     """
     name = os.fspath(path)
     known = (*FIGURE_SUFFIXES, _TEXT_SUFFIX, *_TRACE_SUFFIXES)
@@ -38,8 +38,8 @@ def check_picture_path(path: str | os.PathLike[str]) -> None:
 
 
 def is_drawn(path: str | os.PathLike[str]) -> bool:
-    """Whether the file's name has the ending of a drawn picture, which can show only a few minibatches. False
-    for a trace.
+    """Whether the picture is drawn, so that only a few minibatches can be read. A trace may have any
+    number.
     """
     return not os.fspath(path).endswith(_TRACE_SUFFIXES)
 
@@ -58,10 +58,10 @@ def write_picture(
     """Writes the picture in the form of the file's ending: .svg, .png and .pdf (by matplotlib), .txt, or a
     Perfetto trace, .json or .json.gz.
 
-    A box shows its minibatch, as `3`, or minibatch and microbatch, as `3.1`. It also shows the weight version
-    that it reads if `show_versions` is True. None does the same if any version differs from the minibatch's
-    number. Stages of one worker differ in shade: later stages are darker. `phases` are marked above the first
-    row. counters: figures that only a trace shows.
+    A box is labelled with its minibatch, as `3`, or with minibatch and microbatch, as `3.1`. show_versions:
+    whether the label has the weight version, too; None: if any version differs from the minibatch's number.
+    Stages of one worker differ in shade: later stages are darker. `phases` are marked above the first row.
+    counters: figures that only a trace shows.
 
     Raises ValueError for another ending, for too many instructions to draw, and for a missing matplotlib. A
     figure of many workers, or of a long time, shows a part and says which.
@@ -178,8 +178,8 @@ def _row(row: Sequence[TimedInstruction], labels: StepLabels, columns_per_ms: fl
 def _links(
     simulation: Simulation, labels: StepLabels, columns_per_ms: float, num_columns: int
 ) -> dict[str, str]:
-    """Returns a row for each link whose transfers take time. "a3" is the activation of minibatch 3, "g3" its
-    gradient.
+    """Returns a row for each link whose transfers take time. In a row "a3" is the activation of minibatch 3,
+    and "g3" its gradient.
     """
     rows: dict[str, list[str]] = {}
     for transfer in simulation.transfers:

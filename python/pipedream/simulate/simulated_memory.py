@@ -2,12 +2,13 @@
 
     all the time                         weight versions, the model as given, gradients, the optimizer's
                                          state, and what replicas exchange, as partition(memory=) counts it
-    from a forward to its backward       what the layers save; with recompute, from the recompute on
+    from a forward to its backward       what the layers save for the backward; if the stage recomputes, from
+                                         the recompute on
     from arrival to its backward         what a stage receives: its input, and the gradient of its output
     until it has been sent               what a stage sends: its output, and the gradient of its input
 
-The sizes are the profile's. Temporaries of a backward, empty slots and the data are not counted.
-`pipedream.partition(memory=)` plans with the bytes that a run allocates, which are more.
+The sizes are the profile's. Temporaries of a backward, empty slots and the data are not counted. So a run
+allocates more. partition(memory=) plans with the bytes that a run allocates.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def memory_in_use(
     return uses
 
 
-# Times by (kind, worker, minibatch, microbatch). The worker is the receiver in arrivals, the sender in
-# departures.
+# End times of transfers by (kind, worker, minibatch, microbatch). The worker is the receiver in arrivals_ms
+# and the sender in departures_ms.
 _Times = defaultdict[tuple[str, int, int, int], deque[float]]
 
 
@@ -108,7 +109,7 @@ def _changes(
 
 
 class _StageBytes(NamedTuple):
-    """Bytes of one stage. Sizes that depend on the data are for one microbatch."""
+    """Memory of one stage in bytes. `saved`, `input` and `output` are for one microbatch."""
 
     weights: float
     """Bytes of a replica that do not depend on the data."""

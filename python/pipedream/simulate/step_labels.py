@@ -56,13 +56,14 @@ def computed(row: Sequence[TimedInstruction]) -> list[TimedInstruction]:
 
 
 def is_mark(step: _core.Instruction) -> bool:
-    """Returns whether the instruction is drawn as a mark without a label, as updates are."""
+    """Whether the instruction is drawn as a mark without a label, as updates are."""
     return step.traits.writes_version
 
 
 def name_rows(simulation: Simulation) -> list[str]:
-    """Returns "stage 1" or "stage 1 replica 2" for each worker. The name also has the worker's number if the
-    worker has several stages, or if there are no replicas and the worker's number differs from the stage's.
+    """Returns a name for each worker, such as "stage 1" or "stage 1 replica 2". It begins with the worker's
+    number if the worker has several stages, or if nothing is replicated and this number differs from the
+    stage's.
     """
     replicas = name_replicas(simulation)
     names = []
@@ -77,8 +78,8 @@ def name_rows(simulation: Simulation) -> list[str]:
 
 
 def name_replicas(simulation: Simulation) -> list[str]:
-    """Returns a suffix for each worker: " replica 1" or " spare 0" if its stage has several workers, else
-    "".
+    """Returns a suffix for the name of each worker: " replica 1" or " spare 0" if its stage has several
+    workers, or else an empty text.
     """
     rows = [row[0].instruction if row else None for row in simulation.timeline]
     replicated = {step.stage for step in rows if step is not None and step.replica > 0}

@@ -1,6 +1,6 @@
 """Writes spans as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Pure but for the file; any thread; needs no torch. Source of the form: the Trace Event Format document.
+The form is that of the Trace Event Format document. Pure except for the file; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Span(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """The offset of a machine's monotonic clock. It is sent as JSON."""
+    """Describes a machine's monotonic clock: the boot from which it counts, and the time of that boot. A
+    worker sends this description to other workers as JSON.
+    """
 
     boot_id: str
     """Id of the machine's boot. Processes with the same id share the clock. Empty if it cannot be read."""
@@ -42,14 +44,14 @@ class Clock(NamedTuple):
 
 
 def read_clock() -> Clock:
-    """Reads this machine's clock."""
+    """Returns this machine's clock."""
     boot_id = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else ""
     return Clock(boot_id, time.time_ns() - time.monotonic_ns())
 
 
 def shift_ns(clock: Clock, to: Clock) -> int:
-    """Returns the nanoseconds to add to readings of one machine's clock to get the other's. It is 0 on one
-    machine. Between two machines its error is that of their clocks (milliseconds with NTP).
+    """Returns the nanoseconds to add to a reading of `clock` to get the same time on the clock `to`. It is 0
+    for one machine. Between two machines its error is that of their times of day (milliseconds with NTP).
     """
     return 0 if clock.boot_id == to.boot_id else clock.unix_ns - to.unix_ns
 
@@ -71,8 +73,9 @@ class Counter(NamedTuple):
 
 
 def spread(spans: Iterable[Span]) -> list[Span]:
-    """Returns the spans in the same order, with overlapping spans moved to further tracks: "wire", "wire (2)"
-    and so on. On one track the format allows only spans that follow or contain each other.
+    """Returns the spans in the same order. A span that overlaps an earlier one of its track "wire" is moved
+    to a further track "wire (2)", and so on. On one track the format allows only spans that follow or contain
+    each other.
     """
     spread_out = list(spans)
     ends_ns: dict[tuple[str, str], list[int]] = {}  # end of the last span on each track
@@ -96,8 +99,9 @@ def write_trace(
     """Writes the spans to a .json or .json.gz file, with workers and tracks in the order of their first
     spans. Times become microseconds since the earliest span.
 
-    figures: figures of the whole run, stored as "otherData". arrows: pairs of spans; an arrow goes from the
-    begin of the first span to the begin of the second. counters: counters of workers that have spans.
+    figures: figures of the whole run, which are stored as "otherData". arrows: pairs of spans; an arrow goes
+    from the begin of the first span to the begin of the second. counters: counters of workers that have
+    spans.
 
     Raises ValueError for another ending, and for a span that ends before it begins.
     """

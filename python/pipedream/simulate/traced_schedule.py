@@ -1,9 +1,9 @@
-"""Makes the schedule that `pipedream trace` shows: its options, its validated instruction lists, and its
-figures.
+"""Makes the schedule that `pipedream trace` shows: its options, its figures, and its lists of instructions,
+which the validator has accepted.
 
-The core numbers a stage's spares after its replicas (csrc/schedule/placement.h): the first spare of two
-replicas is "stage 0 replica 2" there. In texts it is called "stage 0 spare 0", and a user may write this
-name, too. Pure except for the files that it reads; any thread; needs no torch.
+The core numbers a stage's spares after its replicas (csrc/schedule/placement.h). With two replicas, the first
+spare of stage 0 is "stage 0 replica 2" there. Texts call it "stage 0 spare 0", and a user's program may do
+so, too. Pure except for the files that it reads; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 
 _REPORT_FIELDS = ("versions_live_max", "activations_live_max")
 
-# `trace` builds every instruction. With more instructions a picture would show nothing new, and memory would
-# run out.
+# The most instructions that `trace` builds. With more, a picture would show nothing new, and memory would run
+# out.
 _TRACED_INSTRUCTIONS_MAX = 2_000_000
 _TRACED_STAGES_MAX = 1_024
 
 
 class TraceRequest(NamedTuple):
-    """The options of `trace` that determine the schedule. None: the user left the choice to `trace`."""
+    """The options of `trace` that determine the schedule. None: the user has not given the option."""
 
     schedule: str
     stages: int | None = None
@@ -65,7 +65,7 @@ class TraceRequest(NamedTuple):
 
 
 class TracedSchedule(NamedTuple):
-    """A schedule with its instruction lists, which the validator has accepted."""
+    """A schedule with its lists of instructions, which the validator has accepted."""
 
     options: _core.ScheduleOptions
     num_minibatches: int
@@ -110,8 +110,8 @@ class TracedSchedule(NamedTuple):
         ]
 
     def text(self) -> str:
-        """Returns a program for run(), or the lists of a run if there is no program or the user asked for
-        lists.
+        """Returns the schedule as a program for run(). If no program describes it, or if the user asked for a
+        number of minibatches, returns the lists of instructions of one run.
         """
         from pipedream import _core
 
@@ -127,8 +127,8 @@ class TracedSchedule(NamedTuple):
 
 
 def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSchedule:
-    """Returns the schedule with its own lists, or with the lists of the file. The file then also supplies
-    missing options.
+    """Returns the schedule that was asked for, with generated lists of instructions, or with those of the
+    file. The file then also supplies missing options.
     """
     from pipedream import _core
 
@@ -149,8 +149,8 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
         workers = range(options.num_workers)
         programs = [_core.make_program(options, worker, num_minibatches) for worker in workers]
     elif not any(step.edge for program in programs for step in program):
-        # The lists have no transfers, so a user probably wrote them. The transfers follow from the computing
-        # instructions.
+        # The lists have no transfers, so a user probably wrote them. The core derives the transfers from the
+        # other instructions.
         programs = _core.add_transfers(options, programs, num_minibatches)
     report = _core.replay(options, num_minibatches, programs)
     if not report["ok"]:
@@ -171,7 +171,9 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
 
 
 def _options_of_program(request: TraceRequest, program: Program) -> _core.ScheduleOptions:
-    """Returns the schedule of a program, with the options that a program leaves open."""
+    """Returns the options of a program's schedule. Raises ValueError if the user also gave an option that the
+    program decides.
+    """
     from pipedream import _core
 
     unasked = TraceRequest(request.schedule)
@@ -190,7 +192,9 @@ def _options_of_program(request: TraceRequest, program: Program) -> _core.Schedu
 
 
 def _read_programs(path: Path) -> Program | list[list[_core.Instruction]]:
-    """Reads a program if the text has sections, else the lists of a run."""
+    """Reads a program if the text has its sections (warm-up, body), or else the lists of instructions of a
+    run.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
         if re.search(r"^\s*(warm-up|body|cool-down)\b", text, re.MULTILINE):
@@ -256,7 +260,7 @@ def _make_options(
 
 
 def _enough_microbatches(rules: _core.ScheduleRules, placement: _core.Placement, in_flight: list[int]) -> int:
-    """Returns a number of microbatches that is enough for the largest possible number in flight."""
+    """Returns as many microbatches per minibatch as the schedule needs with this in_flight."""
     if not rules.needs_microbatches:
         return 1
     if not rules.has_stage_per_worker:
@@ -301,9 +305,7 @@ def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
 
 
 def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
-    """Returns a number of minibatches that is enough to show the steady state and leaves the boxes
-    readable.
-    """
+    """Returns a number of minibatches that shows the steady state and leaves the boxes readable."""
     from pipedream import _core
 
     replicas = max(_replica_counts(options))
@@ -366,8 +368,8 @@ def read_times(text: str | None, shard_ms: float) -> _core.StageDurations:
 
 
 def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSpan]:
-    """Returns the first worker's phases. Returns none if they repeat with every minibatch, because they would
-    be too narrow to label.
+    """Returns the first worker's phases: warm-up, steady, cool-down. Returns an empty list if they repeat
+    with every minibatch, because they would be too narrow to label.
     """
     from pipedream import _core
     from pipedream.simulate.schedule_drawing import PhaseSpan
@@ -387,7 +389,7 @@ def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSp
 def describe_bubble(simulation: Simulation) -> str:
     whole, steady = simulation.bubble_share, simulation.steady_bubble_share
     text = f"bubble {100 * whole:.1f} %"
-    # If every minibatch drains, the two shares are equal, and the second figure is left out.
+    # The two shares are equal if every minibatch drains. Then the second is left out.
     if steady is not None and not math.isclose(whole, steady, abs_tol=5e-4):
         text += f", {100 * steady:.1f} % in the steady state"
     return text
@@ -445,7 +447,7 @@ def _replica_counts(options: _core.ScheduleOptions) -> list[int]:
 
 
 def _queued_max(traced: TracedSchedule, kind: str) -> list[int]:
-    """Returns, for each boundary, the largest number of microbatches whose tensors wait there at once."""
+    """Returns for each boundary the largest number of tensors of this kind that wait there at once."""
     return [
         most
         for edge, most in sorted(
@@ -481,8 +483,8 @@ def print_programs(programs: Sequence[Sequence[_core.Instruction]], placement: _
 
 
 def parse_programs(text: str) -> list[list[_core.Instruction]]:
-    """Reads the lists in a text. A spare's number follows from the largest replica that the text names for
-    its stage. Raises ValueError naming the line.
+    """Reads lists of instructions from a text. Raises ValueError naming the line. A spare's number in the
+    core is counted on from the largest replica that the text names for its stage.
     """
     from pipedream import _core
 

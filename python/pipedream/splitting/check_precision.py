@@ -32,7 +32,7 @@ class NotInFloat64Error(Exception):
 
 
 class PrecisionSeen(TorchDispatchMode):
-    """Records the coarsest floating-point dtype that is computed inside."""
+    """Records the coarsest floating-point dtype that any operation in the with block returns."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -70,7 +70,7 @@ class PackedLeaf:
 
 @dataclass(frozen=True)
 class FrontierCall:
-    """A call that has ended at the cut."""
+    """A call of the frontier, which is a call that has ended at the cut, with its output as it is sent."""
 
     key: CallKey
     structure: Structure

@@ -239,9 +239,10 @@ def cut_model(
     with traceable(model, weights):
         device = device_of([model])
         loss_fn = spare_loss(loss_fn, [model])
-        # Clones the inputs, because a first layer that works in place would change the caller's data. Clones
-        # the targets separately, even if they are the inputs. Otherwise the loss would seem to read inputs
-        # that must cross the cuts. The last stage has the targets anyway.
+        # The inputs are cloned, because a first layer that works in place would change the caller's data. The
+        # targets are cloned separately, even if they are the same objects as the inputs. Otherwise the loss
+        # would seem to read inputs, which would have to cross the cuts. The last stage has the targets
+        # anyway.
         given, wanted = (
             map_tensors(lambda tensor: tensor.detach().clone(), to_device(first_microbatch(part), device))
             for part in (inputs, targets)

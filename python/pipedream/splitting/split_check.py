@@ -430,5 +430,5 @@ def _is_close(tensor: Tensor, other: Tensor, scale: float, tolerance: float) -> 
         return torch.equal(tensor, other)
     if tensor.numel() == 0 or torch.equal(tensor, other):
         return True
-    distance = (tensor - other).abs().max()  # NaN is no distance
+    distance = (tensor - other).abs().max()  # if it is NaN, the comparison below is False
     return bool(distance <= tolerance * max(_largest(tensor), scale))

@@ -111,7 +111,10 @@ def _cut_as_planned(model: Model, plan: Plan) -> Model:
 
 
 def _check_coverage(num_layers: int, plan: Plan, why_no_more: str = "", *, has_cuts: bool = True) -> None:
-    """has_cuts: whether the plan names its cuts, or the model has no cuts to name."""
+    """Raises ValueError unless the plan has as many layers as the model, and no more stages than layers.
+    why_no_more: why the model cannot be cut at more places. has_cuts: whether the plan names its cuts, or the
+    model has no cuts to name.
+    """
     num_stages = len(plan.stages)
     if num_stages > num_layers and why_no_more:
         raise ValueError(
@@ -208,7 +211,8 @@ def _check_references(layers: list[Layer], stage_of_layer: list[int], spans: lis
             for layer, stage in zip(layers, stage_of_layer, strict=True)
             if stage == stage_index
         ]
-        # Whether the parameters in a tuple or partial are tied, by the place of the tuple or partial.
+        # The key is the place of a tuple or partial. The value says whether parameters in it are tied: True,
+        # False or both.
         fixed: dict[tuple[int, Any], set[bool]] = {}
         for place in places_of(roots):
             key = id(place.tensor)
