@@ -1,5 +1,5 @@
-// Defines the durations that a replay needs: how long a schedule's instructions take, and how long the items
-// that they send are on their way. Milliseconds. Plain values; any thread.
+// Defines the durations that a replay needs: how long instructions take, and how long the items that they
+// send are on their way. All are in milliseconds. Plain values; any thread.
 #pragma once
 
 #include <cstddef>
@@ -14,18 +14,18 @@
 
 namespace pipedream {
 
-// The extra time that a piece of work takes after its worker has waited long.
+// The extra time that an instruction takes after its worker has waited for long.
 struct WakingDurations {
   double forward_ms = 0;
   double backward_ms = 0;
   double update_ms = 0;
 };
 
-// Durations of a stage's microbatch and update, and of a replica's push to one other replica and pull from
-// it.
+// Durations of a stage: of one microbatch, of an update, and of what one replica exchanges with one other
+// (push and pull).
 struct StageDurations {
   double forward_ms = 0;
-  double later_forward_ms = 0;  // of all microbatches of a minibatch but the first
+  double later_forward_ms = 0;  // of every microbatch of a minibatch but the first
   double backward_ms = 0;
   double later_backward_ms = 0;
   double recompute_ms = 0;
@@ -33,14 +33,15 @@ struct StageDurations {
   double push_ms = 0;
   double pull_ms = 0;
   double sync_latency_ms = 0;
-  double num_chunks = 1;  // of a shard: one chunk is updated and sent on while the next ones arrive
-  // For each owner: how many milliseconds before the end of the last backward the first and the last chunk of
-  // the owner's shard are pushed. If empty, all chunks are pushed after the last backward.
+  double num_chunks = 1;  // of a shard; one chunk is updated and sent on while the next ones arrive
+  // For each owner: how many milliseconds before the end of the last backward the first chunk of its shard is
+  // pushed, and how many before that end the last chunk. If empty, all chunks are pushed after the last
+  // backward.
   std::vector<std::pair<double, double>> push_leads_ms = {};
   bool updates_whole = false;  // an update waits for all chunks, for instance to take their norm
-  std::vector<WakingDurations> wakings = {};
-  // The number of the stage's replicas, if the stage has spares. Owners from this index on are spares, whose
-  // shards have another size and so other durations.
+  std::vector<WakingDurations> wakings = {};  // one entry per entry of Timing::waking_after_ms
+  // The number of the stage's replicas, if the stage has spares. Owners with this index or a higher one are
+  // spares. Their shards have another size, and so other durations.
   std::optional<std::int64_t> num_replicas = std::nullopt;
   double spare_push_ms = 0;
   double spare_pull_ms = 0;
@@ -51,26 +52,27 @@ struct StageDurations {
   }
 };
 
-// Durations of a microbatch's items between a stage and the next one.
+// Durations of one microbatch's items between a stage and the next.
 struct BoundaryDurations {
   double activation_ms = 0;
   double gradient_ms = 0;
-  double latency_ms = 0;  // comes on top; the link may carry the next item meanwhile
+  double latency_ms = 0;  // comes on top; meanwhile the link may carry the next item
 };
 
 // Describes machines whose workers slow each other. The first num_workers ranks are on the first machine, the
-// next num_workers ranks on the second, and so on. Each worker has a core.
+// next num_workers ranks on the second, and so on.
 struct SharedCores {
   std::size_t num_workers = 1;  // of a machine
-  // Entry k - 1 is the speed of each worker of a machine while k of its workers are at work. With more
-  // workers than entries the last entry counts.
+  // Entry k - 1 is the speed of each worker of a machine while k of its workers compute. The last entry also
+  // stands for larger k.
   std::vector<double> speeds = {1.0};
 };
 
-// The factors by which single instructions take longer or shorter than the mean. A worker draws the factors
-// from a deck. When the deck is empty it gets a newly shuffled one, so that the mean over each deck is exact.
+// The factors by which single instructions take longer or shorter than the mean. A worker draws its factors
+// from a deck, as one draws cards. When the deck is empty it gets a newly shuffled one, so that the mean over
+// each deck is exact.
 struct Spread {
-  std::map<Opcode, std::vector<double>> factors = {};  // other opcodes take their mean
+  std::map<Opcode, std::vector<double>> factors = {};  // an opcode that is not in here takes its mean
   // Returns the worker's next deck: all factors of the opcode, shuffled. The worker draws them from the last
   // to the first.
   std::function<std::vector<double>(std::size_t worker, Opcode opcode)> shuffled = {};
@@ -79,13 +81,12 @@ struct Spread {
 struct Timing {
   std::vector<StageDurations> stages = {};           // one per stage
   std::vector<BoundaryDurations> boundaries = {};    // one per boundary between neighbours
-  std::optional<SharedCores> shared = std::nullopt;  // none where no worker slows another
-  // For each entry of a stage's `wakings`, the milliseconds of waiting after which an instruction takes the
-  // whole extra time. After a shorter wait the extra time is proportional to the wait. 0: no extra time at
-  // all.
+  std::optional<SharedCores> shared = std::nullopt;  // none if no worker slows another
+  // For each entry of a stage's `wakings`, how many milliseconds of waiting cost the whole extra time. A
+  // shorter wait costs a proportional part of it. With 0 there is no extra time.
   std::vector<double> waking_after_ms = {};
-  // Whether a worker sends and receives everything over one link, like a host with one network interface. If
-  // not, a worker has a link to each other worker, and one more link for all pushes and pulls.
+  // Whether a worker sends and receives everything over one link, as a host with one network interface does.
+  // If not, a worker has one link to each other worker, and one link for all pushes and pulls.
   bool one_link = false;
   Spread spread = {};
 };

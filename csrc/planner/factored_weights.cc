@@ -15,7 +15,7 @@ std::int64_t replicas_max(const FactoredWeight& weight) {
   if (are_smaller(weight, kNumReplicasMax)) return kNumReplicasMax;
   if (!are_smaller(weight, 2)) return 1;
   auto most = static_cast<std::int64_t>(2 * weight.weight_bytes / weight.factor_bytes);
-  while (!are_smaller(weight, most)) --most;  // the quotient may be rounded up, or divide exactly
+  while (!are_smaller(weight, most)) --most;  // for the case that the quotient was rounded up or is exact
   return most;
 }
 
@@ -45,7 +45,8 @@ void FactoredWeights::add(const FactoredWeight& weight) {
 
 FactoredWeights::Sum FactoredWeights::of(std::int64_t num_replicas) const {
   const std::size_t first = first_from(num_replicas);
-  if (num_replicas < 2 || first == groups_.size()) return {};  // nothing is pushed, or nothing as factors
+  // Nothing is pushed, or nothing goes as factors.
+  if (num_replicas < 2 || first == groups_.size()) return {};
   return groups_[first].sum;
 }
 

@@ -18,22 +18,22 @@ namespace {
 
 constexpr double kStepsMax = 2e9;
 
-// A plan of the layers from some layer to the end, with a number of workers. It stores the plan's first
-// stage, and the figures that matter for a stage upstream.
+// A Suffix is a plan for the layers from some layer to the end, with some number of workers. It stores the
+// plan's first stage and the figures that matter for a stage upstream.
 struct Suffix {
   StageCopies copies{};
-  double spare_bytes = 0;     // memory that the first stage's workers have left for items from upstream
-  std::size_t end_layer = 0;  // one behind the last layer of the first stage
+  double spare_bytes = 0;  // memory that each of the first stage's workers has left for items from upstream
+  std::size_t end_layer = 0;  // the layer after the first stage's last layer
   bool recompute = false;
-  std::size_t next = 0;  // index of the plan of the layers from end_layer on
+  std::size_t next = 0;  // index of the suffix that continues from end_layer
   double bottleneck_s = 0;
-  bool has_room = false;  // spare_bytes are enough for every plan upstream
+  bool has_room = false;  // spare_bytes are enough whatever stage comes upstream
 
   [[nodiscard]] std::int64_t in_flight_all() const { return copies.in_flight * copies.num_replicas; }
 };
 
-// The most time that a stage or a boundary may take, and the least longer time that the search has met. No
-// plan's bottleneck lies between these two times.
+// A bound on the time of a stage or a boundary. next_s is the least time above the bound that the search has
+// met, so no plan's bottleneck lies between the two.
 struct Bound {
   double limit_s = 0;
   double next_s = std::numeric_limits<double>::infinity();
@@ -45,7 +45,7 @@ struct Bound {
   }
 };
 
-// The fewest workers of a plan within a bound, and its bottleneck.
+// The fewest workers of a plan within a bound, and the bottleneck of that plan.
 struct Fewest {
   std::int64_t num_workers = 0;
   double bottleneck_s = 0;
@@ -68,15 +68,15 @@ class LimitedSearch {
     }
   }
 
-  // Suffixes within a bound, by first layer and number of workers. For a stage upstream, a suffix is better
-  // if it has fewer microbatches in flight and more spare memory. With memory limits the search keeps, for
-  // each number of replicas of a suffix's first stage, the suffixes that no other beats in both figures.
-  // Suffixes with fewer microbatches come first.
+  // Suffixes within a bound, by first layer and number of workers. A suffix is better for a stage upstream if
+  // it has fewer microbatches in flight and more spare memory. With memory limits the search keeps, for each
+  // number of replicas of a suffix's first stage, the suffixes that no other beats in both figures. Suffixes
+  // with fewer microbatches come first.
   using Suffixes = std::vector<Suffix>;
   using Table = std::vector<std::vector<Suffixes>>;
 
-  // The smallest number of workers, from `from` to `to`, that has a plan within the bound. The last replica
-  // of the last stage has rank to - 1; if all workers are alike, ranks do not matter.
+  // Finds the smallest number of workers between `from` and `to` that has a plan within the bound. The last
+  // replica of the last stage has rank to - 1. If all workers are alike, the ranks do not matter.
   [[nodiscard]] std::optional<Fewest> fewest_workers(std::int64_t from, std::int64_t to, Bound& bound) const {
     std::vector<Table> tables;
     if (counts_stages()) {
@@ -88,7 +88,7 @@ class LimitedSearch {
     return covering(tables.back(), from, to);
   }
 
-  // The partition with the fewest stages. The bottleneck must be feasible with this number of workers.
+  // Returns the partition with the fewest stages. num_workers workers must have a plan with this bottleneck.
   [[nodiscard]] LimitedPartition smallest(std::int64_t num_workers, double bottleneck_s) const {
     Bound bound{bottleneck_s};
     const std::vector<Table> tables = tables_by_stages(num_workers, num_workers, bound);
@@ -129,7 +129,7 @@ class LimitedSearch {
     return Table(layers_.size() + 1, std::vector<Suffixes>(index(num_workers) + 1));
   }
 
-  // Suffixes of any number of stages.
+  // Makes the table of suffixes with any number of stages.
   [[nodiscard]] Table any_table(std::int64_t num_workers, Bound& bound) const {
     Table table = empty_table(num_workers);
     table.back()[0].emplace_back();
@@ -147,7 +147,8 @@ class LimitedSearch {
     return std::nullopt;
   }
 
-  // Tables for 1, 2, ... stages, up to the first number that covers all layers; empty if none does.
+  // Makes the tables for exactly 1, 2, ... stages, up to the first number of stages that covers all layers.
+  // Empty if none does.
   [[nodiscard]] std::vector<Table> tables_by_stages(std::int64_t from, std::int64_t to, Bound& bound) const {
     const std::int64_t stages_max = num_stages_max();
     std::vector<Table> tables;
@@ -170,8 +171,8 @@ class LimitedSearch {
     return {};
   }
 
-  // Fills table[first] with suffixes: a stage that begins at `first`, and a suffix of `below` after it.
-  // replicas: the stage's number of replicas; 0 for any.
+  // Fills table[first] with suffixes. Each has a stage that begins at `first`, and then a suffix of `below`.
+  // replicas: the stage's number of replicas; 0 allows any.
   void extend(Table& table, const Table& below, std::size_t first, std::int64_t num_workers, Bound& bound,
               std::int64_t replicas) const {
     if (first > 0 && !may_end_[first - 1]) return;
@@ -184,10 +185,11 @@ class LimitedSearch {
       const double compute_s = cost.compute_s;
       forward_s += memory_[last].forward_s;
       bytes.add(layers_, memory_, last);
-      // With fewer replicas than this the stage cannot compute in time. 1 is subtracted because of rounding.
+      // The stage cannot compute in time with fewer replicas than `fewest`. 1 is subtracted because of
+      // rounding.
       const double fewest = compute_s > 0 ? std::floor(compute_s / (fastest_ * bound.limit_s)) - 1 : 0.0;
       const auto at_least_s = [&](double count) { return compute_s / (fastest_ * count); };
-      if (fewest > static_cast<double>(num_workers)) {  // more layers only take longer
+      if (fewest > static_cast<double>(num_workers)) {  // more layers would only take longer
         static_cast<void>(bound.is_exceeded_by(at_least_s(static_cast<double>(num_workers))));
         break;
       }
@@ -217,21 +219,21 @@ class LimitedSearch {
     }
   }
 
-  // Workers of one stage.
+  // The workers of one stage.
   struct Workers {
     std::int64_t count = 0;
     double speed = 1;
     double sync_s = 0;
     double products_s = 0;
-    double memory_bytes = 0;  // of the worker that has least
-    double per_round = 1;     // minibatches
+    double memory_bytes = 0;  // of the worker that has the least
+    double per_round = 1;     // minibatches per round
 
     [[nodiscard]] double time_s(double compute_s) const {
       return std::max((compute_s + products_s) / speed / static_cast<double>(count), sync_s / per_round);
     }
   };
 
-  // ranks_end: one after the rank of the stage's last replica.
+  // ranks_end: the rank after that of the stage's last replica.
   [[nodiscard]] Workers workers_of(std::int64_t replicas, std::int64_t ranks_end,
                                    const StageCost& cost) const {
     const std::size_t begin = index(ranks_end - replicas);
@@ -247,9 +249,9 @@ class LimitedSearch {
     return workers;
   }
 
-  // Adds the suffixes that begin with this stage and go on with one suffix of `rest`. Each is added without a
-  // recompute and with a recompute, if the memory allows. once_s, twice_s: the stage's time without and with
-  // a recompute.
+  // Adds the suffixes that begin with this stage and continue with one of `rest`. Each is added without a
+  // recompute if it fits, and with one if that may leave more room for a stage upstream. once_s, twice_s: the
+  // stage's time without and with a recompute.
   void add(Suffixes& found, const Suffixes& rest, const StageBytes& bytes, std::size_t end_layer,
            const Workers& workers, double once_s, std::optional<double> twice_s) const {
     for (std::size_t next = 0; next < rest.size(); ++next) {
@@ -276,19 +278,18 @@ class LimitedSearch {
         insert(found, suffix);
         if (bytes.is_first || suffix.has_room) break;
       }
-      // Later suffixes of `rest` do not have fewer microbatches in flight or fewer edges to this stage.
+      // Later suffixes of `rest` have neither fewer microbatches in flight nor fewer edges to this stage.
       if (bytes.is_last || workers.count % behind.copies.num_replicas == 0) break;
     }
   }
 
-  // Inserts the suffix, unless a suffix in `found` is as good in every figure. Removes the suffixes that the
-  // new one beats.
+  // Inserts the suffix, unless one in `found` is as good in every figure. Removes the suffixes that the new
+  // one beats.
   void insert(Suffixes& found, const Suffix& suffix) const {
     const auto excels = [this](const Suffix& one, const Suffix& other) {
       if (one.in_flight_all() > other.in_flight_all()) return false;
       if (limits_.memory_bytes.empty()) return true;
-      // If the replica count of `one` divides the replica count of `other`, `one` does not have more edges to
-      // any stage upstream.
+      // If the replica count of `one` divides that of `other`, `one` has no more edges to any stage upstream.
       if (one.has_room) return other.copies.num_replicas % one.copies.num_replicas == 0;
       return one.copies.num_replicas == other.copies.num_replicas && one.spare_bytes >= other.spare_bytes;
     };
@@ -320,7 +321,7 @@ class LimitedSearch {
   double fastest_ = 1;
 };
 
-// Doubles from 0 on are ordered like their bit patterns.
+// Non-negative doubles are ordered like their bit patterns.
 std::uint64_t bits_of(double time_s) { return std::bit_cast<std::uint64_t>(time_s); }
 
 bool are_alike(const std::vector<double>& figures) {
@@ -344,11 +345,11 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
                                                  const PlanLimits& limits) {
   const bool alike = are_alike(limits.speeds) && are_alike(limits.memory_bytes);
   check_size(layers.size(), num_workers, !alike);
-  // A lower bound if all workers have speed 1, because limits make no plan faster.
+  // This is a lower bound if all workers have speed 1, because limits make no plan faster.
   const double unlimited_s = partition(layers, num_workers, bandwidth_bytes_per_s).bottleneck_s;
   const LimitedSearch search(layers, memory, num_workers, bandwidth_bytes_per_s, limits);
   // If workers differ, each number of used workers needs a search of its own, because the last stage always
-  // gets the last used worker.
+  // gets the last of the used workers.
   std::optional<std::int64_t> best_workers;
   std::uint64_t best = bits_of(std::numeric_limits<double>::max());
   for (std::int64_t used = alike ? num_workers : 1; used <= num_workers; ++used) {
@@ -356,8 +357,8 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
     std::uint64_t feasible = best;
     std::uint64_t lowest = limits.speeds.empty() ? bits_of(unlimited_s) : 0;
     std::optional<std::int64_t> workers;
-    // A feasible bound gives a plan, whose own bottleneck may be lower than the bound. An infeasible bound
-    // gives the least time above the bound that the search has met. No plan has a bottleneck below that time.
+    // If a bound is feasible, its plan may have an even lower bottleneck. If not, the search has met a least
+    // time above the bound, and no plan has a bottleneck below that time.
     const auto narrow = [&](std::uint64_t bits) {
       Bound bound{std::bit_cast<double>(bits)};
       if (const std::optional<Fewest> found = search.fewest_workers(from, used, bound)) {

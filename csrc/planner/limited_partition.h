@@ -1,17 +1,19 @@
-// Finds the exact optimum of partition.h's cost model under limits: memory per worker, workers of different
-// speed, and boundaries or replica counts that the user gives.
+// Finds the best partition by partition.h's cost model under limits: memory per worker, workers of different
+// speed, and cuts or replica counts that the user gives. The optimum is exact.
 //
 // Stages get workers in the order of ranks, from the first stage on. A stage is as slow as its slowest
-// replica: T = (1/m) max( compute / min speed, sync ), with compute and sync of stage_cost.h. A stage that
-// recomputes adds its forward to compute. stage_memory.h says how much memory a replica of stage s needs with
-// n_s microbatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
+// replica: T = (1/m) max( compute / min speed, sync ), with m replicas and with compute and sync of
+// stage_cost.h. A stage that recomputes adds its forward to compute. stage_memory.h says how much memory a
+// replica of stage s needs with n_s microbatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} /
+// r_s).
 //
-// Method. "Is there a plan with bottleneck <= t?" is answered from the last layer back: for each layer j and
-// number of workers w, the search finds plans that run the layers from j on within t. For a stage upstream
-// two figures of such a plan matter: the microbatches in flight at its first stage, and the memory that this
-// stage has left. Without memory limits the plan with the fewest microbatches is best, and the search takes
-// O(layers^2 workers^2). With memory limits it keeps, for each number of replicas of the first stage, the
-// plans that no other plan beats in both figures. The least t is found as in partition.cc.
+// Method. The search asks again and again: is there a plan with bottleneck <= t? It answers from the last
+// layer back. For each layer j and number of workers w it finds plans that run the layers from j on within t.
+//
+// For a stage upstream two figures of such a plan matter: the microbatches in flight at its first stage, and
+// the memory that this stage has left. Without memory limits the plan with the fewest microbatches is best,
+// and the search takes O(layers^2 workers^2). With memory limits it keeps, for each number of replicas of the
+// first stage, the plans that no other plan beats in both figures. The least t is found as in partition.cc.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +29,7 @@ struct PlanLimits {
   std::vector<double> speeds;        // of each worker; empty: all 1
   std::vector<double> memory_bytes;  // of each worker; empty: no limit
   MemoryCosts costs;
-  bool may_recompute = true;                // a stage may recompute if it does not fit otherwise
+  bool may_recompute = true;                // a stage may recompute if it does not fit without
   std::vector<std::int64_t> last_layers;    // the last layer of each stage; empty: the search chooses
   std::vector<std::int64_t> num_replicas;   // of each stage; empty: the search chooses
   std::int64_t num_replicas_max = 1 << 30;  // of a stage
@@ -40,9 +42,10 @@ struct LimitedPartition {
   double bottleneck_s = 0;
 };
 
-// Finds the partition; empty if nothing fits. Among equal plans it prefers fewer workers, then fewer stages.
-// memory: one entry per layer. The limits are possible and fit the layers and workers (planning/limits.py).
-// Throws UserError for a problem that is too large (layers^2 workers^2 above 2e9).
+// Finds the partition, or nothing if no plan fits. Among equal plans it prefers fewer workers, then fewer
+// stages. memory: one entry per layer. The limits must fit the layers and workers, as planning/limits.py
+// checks. Throws UserError for a problem that is too large: layers^2 workers^2 above 2e9, or layers^2
+// workers^3 if the workers differ.
 [[nodiscard]] std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& layers,
                                                                const std::vector<LayerMemory>& memory,
                                                                std::int64_t num_workers,

@@ -1,6 +1,6 @@
 // Finds the exact partition. See partition.h for the cost model and the method.
 //
-// Comparisons with the bound t use the same floating-point stage times as the reported bottleneck. So the
+// The comparisons with the bound t use the same floating-point stage times as the reported bottleneck. So the
 // answer is the least double t for which a plan exists, and the returned plan has exactly this bottleneck.
 #include "planner/partition.h"
 
@@ -33,20 +33,20 @@ struct Problem {
 
 constexpr std::int64_t kImpossible = -1;
 
-// A lower bound, except for rounding, on the replicas m >= 2 with T(m) <= t. It follows from two conditions:
-// compute_s / m <= t, and 4 (m - 1) w / (m^2 B) <= t. The second condition is the same as q m^2 - m + 1 >= 0
-// with q = t B / (4 w).
+// Estimates the fewest replicas m >= 2 with T(m) <= t. Apart from rounding, the estimate is not too high. It
+// follows from two conditions: compute_s / m <= t, and 4 (m - 1) w / (m^2 B) <= t. The second condition is
+// the same as q m^2 - m + 1 >= 0 with q = t B / (4 w).
 double estimate_replicas(const StageCost& cost, double bottleneck_s, double bandwidth_bytes_per_s) {
   const double for_compute = cost.compute_s / bottleneck_s;
   const double quotient = bottleneck_s * bandwidth_bytes_per_s / (4 * cost.parameter_bytes);
   const double discriminant = 1 - 4 * quotient;
-  // If this is negative, or NaN because there are no parameters, the sync is fast enough at every m.
+  // If it is negative, or NaN because there are no parameters, the sync is fast enough at every m.
   if (!(discriminant >= 0)) return for_compute;
   return std::max(for_compute, (1 + std::sqrt(discriminant)) / (2 * quotient));
 }
 
-// The first number from `from` to `to` that is enough; to + 1 if no number is. If a number is enough, all
-// larger numbers must be enough.
+// Returns the first number from `from` to `to` that is enough, or to + 1 if none is. If a number is enough,
+// all larger numbers must be enough.
 template <class IsEnough>
 std::int64_t first_enough(std::int64_t from, std::int64_t to, const IsEnough& is_enough) {
   if (from > to || !is_enough(to)) return to + 1;
@@ -62,9 +62,9 @@ std::int64_t first_enough(std::int64_t from, std::int64_t to, const IsEnough& is
   return enough;
 }
 
-// The fewest replicas m >= 2 with T(m) <= t, for a stage whose weights may go as factors. Over a range of m
-// in which the same weights go as factors, the computing time (C - P) / m + P falls with m. The sync, (m - 1)
-// (4 w / m^2 + 2 F / m), first rises and then falls.
+// Finds the fewest replicas m >= 2 with T(m) <= t for a stage whose weights may go as factors. Consider a
+// range of m in which the same weights go as factors. There the computing time (C - P) / m + P falls with m.
+// The sync, (m - 1) (4 w / m^2 + 2 F / m), first rises and then falls.
 std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, double bottleneck_s) {
   const auto computes = [&](std::int64_t num_replicas) {
     const double own_s = cost.compute_s + cost.products_s(num_replicas);
@@ -73,14 +73,14 @@ std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, 
   const auto is_enough = [&](std::int64_t num_replicas) {
     return cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s;
   };
-  // With fewer replicas than at_least the stage cannot compute in time. 1 is subtracted because of rounding.
+  // The stage cannot compute in time with fewer replicas than at_least. 1 is subtracted because of rounding.
   const double at_least = std::floor(cost.compute_s / bottleneck_s) - 1;
   if (at_least > static_cast<double>(problem.num_replicas_max)) return kImpossible;
   for (auto from = static_cast<std::int64_t>(std::max(2.0, at_least)); from <= problem.num_replicas_max;) {
     const std::int64_t to = std::min(problem.num_replicas_max, cost.factored.last_alike(from));
     const std::int64_t begin = first_enough(from, to, computes);
     if (begin <= to) {
-      if (is_enough(begin)) return begin;  // otherwise the sync takes too long
+      if (is_enough(begin)) return begin;  // if it is not, the sync takes too long
       const std::int64_t found = first_enough(begin + 1, to, is_enough);
       if (found <= to) return found;
     }
@@ -89,10 +89,11 @@ std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, 
   return kImpossible;
 }
 
-// The fewest replicas m >= 2 with T(m) <= t, if minibatches are cut into microbatches. Tries one number after
-// the other, because the sync depends on the common divisors of m and the number of microbatches.
+// Finds the fewest replicas m >= 2 with T(m) <= t if minibatches are cut into microbatches. It tries one
+// number after the other, because the sync depends on the common divisors of m and the number of
+// microbatches.
 std::int64_t fewest_with_microbatches(const Problem& problem, const StageCost& cost, double bottleneck_s) {
-  // With fewer replicas than at_least the stage cannot compute in time. 1 is subtracted because of rounding.
+  // The stage cannot compute in time with fewer replicas than at_least. 1 is subtracted because of rounding.
   const double at_least = std::floor(cost.compute_s / bottleneck_s) - 1;
   if (at_least > static_cast<double>(problem.num_replicas_max)) return kImpossible;
   for (auto num_replicas = static_cast<std::int64_t>(std::max(2.0, at_least));
@@ -102,8 +103,8 @@ std::int64_t fewest_with_microbatches(const Problem& problem, const StageCost& c
   return kImpossible;
 }
 
-// The fewest replicas with T(m) <= t, or kImpossible. T falls with m except from 1 to 2, where the sync
-// begins: 4 (m - 1) w / (m^2 B) is 0 at m = 1 and has its maximum at m = 2.
+// Finds the fewest replicas m with T(m) <= t, or returns kImpossible. T falls as m grows, except from 1 to 2,
+// where the sync begins: 4 (m - 1) w / (m^2 B) is 0 at m = 1 and largest at m = 2.
 std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, double bottleneck_s) {
   const auto is_enough = [&](std::int64_t num_replicas) {
     return cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s;
@@ -120,7 +121,7 @@ std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, doub
     if (is_enough(guess)) enough = guess;
   }
   if (enough == 2 || !is_enough(enough - 1)) return enough;
-  // The estimate was too high because of rounding. Bisection finds the exact number.
+  // The estimate may be too high because of rounding. Bisection finds the exact number.
   std::int64_t too_few = 1;
   while (enough - too_few > 1) {
     const std::int64_t middle = too_few + (enough - too_few) / 2;
@@ -129,7 +130,7 @@ std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, doub
   return enough;
 }
 
-// Calls visit(first_layer, last_layer, num_replicas) for every stage that runs within bottleneck_s. It skips
+// Calls visit(first_layer, last_layer, num_replicas) for every stage that runs within bottleneck_s. Skips
 // stages whose first layer is not reachable, or whose boundary upstream takes longer. First layers ascend.
 template <class IsReachable, class Visit>
 void for_each_stage_within(const Problem& problem, double bottleneck_s, IsReachable is_reachable,
@@ -142,13 +143,13 @@ void for_each_stage_within(const Problem& problem, double bottleneck_s, IsReacha
     for (std::size_t last = first; last < problem.layers.size(); ++last) {
       cost.add(problem.layers[last]);
       const std::int64_t num_replicas = fewest_replicas(problem, cost, bottleneck_s);
-      if (num_replicas == kImpossible) break;  // more layers only take longer
+      if (num_replicas == kImpossible) break;  // more layers would only take longer
       visit(first, last, num_replicas);
     }
   }
 }
 
-// True when at most num_workers workers cover all layers within bottleneck_s.
+// Whether at most num_workers workers can cover all layers within bottleneck_s.
 bool is_feasible(const Problem& problem, double bottleneck_s) {
   constexpr std::int64_t kUnreached = std::numeric_limits<std::int64_t>::max();
   // fewest_workers[j]: the fewest workers that cover the layers before j.
@@ -162,7 +163,7 @@ bool is_feasible(const Problem& problem, double bottleneck_s) {
   return fewest_workers.back() <= problem.num_workers;
 }
 
-// The least bottleneck that is feasible. One stage with all layers and one replica is always feasible.
+// Finds the least feasible bottleneck. One stage with all layers and one replica is always feasible.
 double least_bottleneck_s(const Problem& problem) {
   StageCost everything;
   for (const LayerCost& layer : problem.layers) everything.add(layer);
@@ -180,8 +181,8 @@ double least_bottleneck_s(const Problem& problem) {
   return std::bit_cast<double>(feasible);
 }
 
-// The best way to divide all layers before some layer into stages. The best has the fewest workers; among
-// equals the fewest stages; then the last stage that begins earliest.
+// The best way to divide the layers before some layer into stages. It has the fewest workers; among equals,
+// the fewest stages; among these, the last stage that begins earliest.
 struct Cover {
   std::int64_t num_workers = 0;
   std::int64_t num_stages = 0;

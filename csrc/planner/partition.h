@@ -1,4 +1,4 @@
-// Divides a profiled model into replicated stages. Finds the exact optimum by dynamic programming.
+// Divides a profiled model into replicated stages. Finds the exact optimum by dynamic programming (DP).
 //
 //   T(i..j, m) = (1/m) max( sum T_l, sum W_l^m )       time of a stage with layers i to j and m replicas
 //   W_l^m      = 4 (m-1) w_l / (m B)                   sync of a layer with w_l bytes of parameters
@@ -10,9 +10,9 @@
 // equal plans it prefers fewer workers, then fewer stages. Source: PipeDream (SOSP'19), section 3.1.
 // stage_cost.h has T for weights whose gradients go as factors, and for several microbatches.
 //
-// Method. "Is there a plan with bottleneck <= t?" is answered by a DP over layers alone: the fewest
-// workers that cover layers 0..j, O(N^2). Feasibility is monotone in t, and the non-negative doubles are
-// ordered like their bit patterns, so 64 halvings find the exact optimum.
+// Method. The question "is there a plan with bottleneck <= t?" needs only a DP over layers: the fewest
+// workers that cover layers 0 to j, in O(N^2) for N layers. If t is feasible, every larger t is. Non-negative
+// doubles are ordered like their bit patterns, so 64 halvings find the least feasible t exactly.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct LayerCost {
   double compute_s = 0;  // forward and backward of one minibatch
   double activation_bytes = 0;
   double parameter_bytes = 0;
-  std::vector<FactoredWeight> factors = {};  // the parameters whose gradients may be pushed as factors
+  std::vector<FactoredWeight> factors = {};  // of parameters whose gradients may be pushed as factors
 };
 
 struct PlannedStage {
@@ -42,14 +42,14 @@ struct Partition {
   double bottleneck_s = 0;
 };
 
-// The slowest of a plan's stages and boundaries (2 C_i). The stages cover the model without gaps.
+// Returns the time of a plan's slowest stage or boundary (2 C_i). The stages cover the model without gaps.
 [[nodiscard]] double bottleneck_s(const std::vector<LayerCost>& layers,
                                   const std::vector<PlannedStage>& stages, double bandwidth_bytes_per_s,
                                   std::int64_t num_microbatches = 1);
 
-// Finds the partition. straight: every stage has one replica. There is at least one layer, and all figures
-// are finite and not negative (planning/layer_profile.py). Throws UserError for num_workers outside 1 to
-// kNumReplicasMax.
+// Finds the partition. straight: every stage has one replica. There must be at least one layer, and all
+// figures must be finite and not negative, as planning/layer_profile.py checks. Throws UserError if
+// num_workers is outside 1 to kNumReplicasMax.
 [[nodiscard]] Partition partition(const std::vector<LayerCost>& layers, std::int64_t num_workers,
                                   double bandwidth_bytes_per_s, bool straight = false,
                                   std::int64_t num_microbatches = 1);

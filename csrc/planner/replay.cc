@@ -23,21 +23,22 @@ namespace {
 
 using Places = std::map<StageReplica, std::size_t>;  // the worker of every replica, and of every spare
 
-// An instruction together with the values that are known before the replay.
+// An instruction, with the values that are known before the replay.
 struct Step {
   Opcode opcode = Opcode::kForward;
-  std::uint32_t index = 0;  // SEND and RECV: of the lane. Work: of Worker::wakings
+  std::uint32_t index = 0;  // SEND and RECV: index of the lane. Others: index in Worker::wakings
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
   double work_ms = 0;
 };
 
-// The extra time that one kind of work of a stage takes after waits (WakingDurations).
+// The extra time that one opcode of a stage takes after waits (WakingDurations).
 struct Waking {
   StageIndex stage{0};
   Opcode opcode = Opcode::kForward;
   std::vector<double> costs_ms = {};
-  std::optional<double> waited_then_ms = std::nullopt;  // Worker::waited_ms when its last item began
+  // Worker::waited_ms when the last instruction of this kind began.
+  std::optional<double> waited_then_ms = std::nullopt;
 };
 
 struct Worker {
@@ -46,7 +47,7 @@ struct Worker {
   double waited_ms = 0;  // total of all waits so far
   std::vector<Waking> wakings = {};
   std::map<Opcode, std::vector<double>> decks = {};
-  // The rest of the worker's current work, in milliseconds at speed 1. Used only if workers slow each other.
+  // How many milliseconds of the current work are left at speed 1. Used only if workers slow each other.
   std::optional<double> left_ms = std::nullopt;
 
   [[nodiscard]] bool is_done() const { return done.size() == steps.size(); }
@@ -79,8 +80,8 @@ double exchange_ms(EdgeKind kind, const StageDurations& stage, ReplicaIndex owne
 
 double work_ms_of(const Instruction& step, const StageDurations& stage) {
   const OpcodeTraits& traits = traits_of(step.opcode);
-  // A validation minibatch is given the duration of a first microbatch, because the lists do not say how
-  // large it is.
+  // A validation minibatch gets the duration of a first microbatch, because the lists do not say how large it
+  // is.
   const bool is_first = step.microbatch.value() == 0 || traits.scope == Scope::kBoundary;
   switch (traits.duration) {
     case Duration::kNone:
@@ -105,7 +106,7 @@ double waking_ms_of(Opcode opcode, const WakingDurations& waking) {
       return waking.backward_ms;
     case Duration::kUpdate:
       return waking.update_ms;
-    case Duration::kRecompute:  // comes right before its backward
+    case Duration::kRecompute:  // it comes right before its backward, which has the extra time
     case Duration::kNone:
       return 0;
   }
@@ -160,8 +161,8 @@ struct DoneHash {
   }
 };
 
-// Refuses an instruction that is in the list twice, or before its forward. One list at a time is enough,
-// because all instructions of a replica are in the same list.
+// Refuses a list with an instruction twice, or before its forward. It is enough to check each list alone,
+// because all instructions of a replica are in one list.
 void check_list(const std::vector<Instruction>& program) {
   std::unordered_set<Instruction, DoneHash> seen;
   for (const Instruction& instruction : program) {
@@ -234,7 +235,7 @@ class Replay {
     return found->second;
   }
 
-  // The factor by which the worker's next instruction with this opcode takes longer than the mean.
+  // Draws the factor by which the worker's next instruction with this opcode takes longer than the mean.
   double draw(Worker& worker, std::size_t index, Opcode opcode) const {
     const auto found = timing_.spread.factors.find(opcode);
     if (found == timing_.spread.factors.end() || found->second.empty()) return 1;
@@ -266,8 +267,8 @@ class Replay {
     lane.edge = edge;
     lane.sender = worker_at(edge.from);
     lane.receiver = worker_at(edge.to);
-    // Only the sender uses this line, and the sender does its list in order. So the line carries items in the
-    // order in which they are sent.
+    // The sender alone uses this line, and does its list in order. So the line carries items in the order in
+    // which they are sent.
     if (lane.sender != lane.receiver) {
       const bool is_shared = timing_.one_link || is_exchange(edge.kind);
       const auto [line, is_new_line] =
@@ -281,8 +282,8 @@ class Replay {
     } else {
       const StageIndex above = std::min(edge.from.stage, edge.to.stage);
       const BoundaryDurations& boundary = timing_.boundaries[static_cast<std::size_t>(above.value())];
-      // Transfers of tied parameters and norms have the link's latency only, because they are small beside
-      // activations and gradients.
+      // Tied parameters and norms take only the link's latency, because they are small beside activations and
+      // gradients.
       if (edge.kind == EdgeKind::kActivation || edge.kind == EdgeKind::kEvaluation)
         lane.transfer_ms = boundary.activation_ms;
       if (edge.kind == EdgeKind::kGradient) lane.transfer_ms = boundary.gradient_ms;
@@ -292,7 +293,7 @@ class Replay {
     return found->second;
   }
 
-  // Sets the times of a lane between replicas of a stage.
+  // Sets the times of a lane between replicas of one stage.
   void take_exchange_times(Lane& lane) const {
     const Edge& edge = lane.edge;
     const StageDurations& stage = stage_at(edge.from.stage);
@@ -310,8 +311,8 @@ class Replay {
   }
 
   // Finds the pushes to asynchronous shards, which no list receives, and the lanes of their answers. An
-  // answer uses the line by which its receiver pushes, and not its sender's line. The load of each line is
-  // still right, because each line carries as many answers as pushes.
+  // answer uses the line by which its receiver pushes, not its sender's line. The load of each line is still
+  // right, because each line carries as many answers as pushes.
   void find_answers() {
     for (const auto& [edge, index] : lane_by_edge_) {
       ReplayedLane& push = lanes_[index];
@@ -332,7 +333,7 @@ class Replay {
         const std::size_t worker = ready.front();
         ready.pop_front();
         advance(worker, ready, false);
-      } else {  // all other workers send later, or wait for an item that is sent later
+      } else {  // all other workers send later, or wait for an item that is not sent yet
         const std::size_t worker = about_to_send_.top().second;
         about_to_send_.pop();
         advance(worker, ready, true);
@@ -341,8 +342,7 @@ class Replay {
     if (!are_done()) throw UserError(describe_deadlock());
   }
 
-  // Does all instructions that the worker can do now. Workers that waited for this worker's items become
-  // ready.
+  // Does all instructions that the worker can do now. Workers that waited for its items become ready.
   void advance(std::size_t index, std::deque<std::size_t>& ready, bool is_first_to_send) {
     Worker& worker = workers_[index];
     while (!worker.is_done()) {
@@ -371,13 +371,13 @@ class Replay {
     }
   }
 
-  // Replays in the order of time, because workers that are at work at the same time slow each other.
+  // Replays in the order of time, because workers that compute at the same time slow each other.
   void pass_through(const SharedCores& shared) {
     double now_ms = 0;
     std::vector<double> began_ms(workers_.size());
     while (!are_done()) {
       bool has_begun = true;
-      while (has_begun) {  // another worker may wait for what one has sent
+      while (has_begun) {  // a SEND of one worker may let another worker begin
         has_begun = false;
         for (std::size_t index = 0; index < workers_.size(); ++index) {
           has_begun = begin_work(workers_[index], now_ms, began_ms[index]) || has_begun;
@@ -387,8 +387,8 @@ class Replay {
     }
   }
 
-  // Does the worker's transfers up to its next work or wait, and begins that work. Returns whether an
-  // instruction was finished.
+  // Does the worker's transfers up to its next work or wait, and begins that work. Returns whether a transfer
+  // was done.
   bool begin_work(Worker& worker, double now_ms, double& began_ms) {
     const std::size_t before = worker.done.size();
     while (!worker.left_ms && !worker.is_done()) {
@@ -407,8 +407,8 @@ class Replay {
     return worker.done.size() > before;
   }
 
-  // Lets time pass until a worker finishes its work, or an item arrives that a worker waits for. Returns
-  // false if neither will happen.
+  // Lets time pass until a worker finishes its work, or an item arrives for which a worker waits. Returns
+  // false if neither will ever happen.
   bool pass_time(const SharedCores& shared, double& now_ms, const std::vector<double>& began_ms) {
     const std::vector<std::pair<std::size_t, double>> speeds = speeds_now(shared);
     double passing_ms = std::numeric_limits<double>::infinity();
@@ -433,7 +433,7 @@ class Replay {
     return true;
   }
 
-  // The workers that are at work, with their speeds.
+  // Returns the workers that compute now, with their speeds.
   [[nodiscard]] std::vector<std::pair<std::size_t, double>> speeds_now(const SharedCores& shared) const {
     std::vector<std::size_t> at_work((workers_.size() + shared.num_workers - 1) / shared.num_workers);
     for (std::size_t index = 0; index < workers_.size(); ++index) {
@@ -447,8 +447,8 @@ class Replay {
     return speeds;
   }
 
-  // The milliseconds that the worker's step takes if it begins now. Call it once for each step, because it
-  // also records the worker's wait before the step.
+  // Returns how many milliseconds the worker's step takes if it begins now. It must be called once for each
+  // step, because it also notes how long the worker waited before the step.
   [[nodiscard]] double work_ms(Worker& worker, const Step& step) const {
     if (timing_.waking_after_ms.empty()) return step.work_ms;
     Waking& waking = worker.wakings[step.index];
@@ -471,7 +471,7 @@ class Replay {
     worker.finish(at_ms, at_ms);
   }
 
-  // Does the worker's next step, a SEND. With one link it also does the SENDs right behind it.
+  // Does the worker's next step, a SEND. With one link it also does the SENDs right after it.
   void send(Worker& worker, double now_ms) {
     sending_.clear();
     do {
@@ -482,7 +482,7 @@ class Replay {
     network_.send(sending_, now_ms);
     for (const SentItem& item : sending_) {
       if (!item.lane->answer) continue;
-      // An asynchronous shard applies the gradient that has come, and answers with its new version.
+      // An asynchronous shard adds the gradient that has come, and answers with its new version.
       const double update_ms = stage_at(item.lane->edge.from.stage).update_ms;
       std::vector<SentItem> answer = {{&lanes_[*item.lane->answer], item.minibatch, item.microbatch}};
       network_.send(answer, item.arrives_ms + update_ms);
@@ -516,7 +516,7 @@ class Replay {
   std::map<Edge, std::uint32_t> lane_by_edge_;
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> lines_;  // (sender, receiver or kNoLine)
   Network network_;
-  std::vector<SentItem> sending_;  // the items of the last send()
+  std::vector<SentItem> sending_;  // the items of the latest send()
   // With one link: the workers that are about to send, by time.
   using Sending = std::pair<double, std::size_t>;
   std::priority_queue<Sending, std::vector<Sending>, std::greater<>> about_to_send_;

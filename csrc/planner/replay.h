@@ -1,23 +1,24 @@
-// Replays the workers' instruction lists with given durations, and returns when each instruction runs. The
-// runtime follows the same lists, so pictures and bubbles from here show the schedule that really runs.
+// Replays the workers' instruction lists with given durations, and returns when each instruction runs. A real
+// run follows the same lists, so pictures and bubbles from here show the schedule that really runs.
 //
 //   list          durations           lane of its edge            replay
 //   FORWARD   --> work takes time
 //   SEND      --------------------->  leaves at once, keeps link
 //   RECV      <---------------------  waits for the next item --> timeline, transfers --> summary
 //
-// A worker does its instructions in order, one at a time. A RECV is done as soon as its item has arrived, a
-// SEND at once. Items of an edge arrive in the order in which they are sent. They travel over these links:
+// A worker does its instructions in order, one at a time. A RECV is done as soon as its item has arrived; a
+// SEND is done at once. Items of one edge arrive in the order in which they are sent. Items travel over these
+// links:
 //
 //   by default      a link to each other worker, which carries one item at a time in each direction, and one
 //                   link for all pushes and pulls of the worker
 //   with one_link   one link for everything. Items that a worker sends at once share it evenly. Items from
-//                   other stages arrive one at a time, in the order of sending; pushes and pulls arrive at
-//                   the same time and share the link evenly
+//                   other stages arrive one at a time, in the order of sending. Pushes and pulls may arrive
+//                   at the same time, and share the link evenly
 //
 // A shard of several chunks is pushed from the time when its first chunk is made. Its owner updates a chunk
-// and sends it on while other chunks arrive. A push that no list receives goes to an asynchronous shard,
-// which makes its update beside its worker's own work and answers by a pull.
+// and sends it on while other chunks arrive. A push that no list receives goes to an asynchronous shard. That
+// shard makes its update beside its worker's own work, and answers by a pull.
 //
 // Pure; any thread.
 #pragma once
@@ -45,11 +46,11 @@ struct SimulatedRun {
 [[nodiscard]] SimulatedRun simulate(const std::vector<std::vector<Instruction>>& programs,
                                     const Timing& timing);
 
-// The number of stages in the lists, up to the last stage that has an instruction.
+// The number of stages in the lists: one more than the highest stage that has an instruction.
 [[nodiscard]] std::size_t num_stages_of(const std::vector<std::vector<Instruction>>& programs);
 
-// Milliseconds per minibatch of the schedule's lists in the steady state: the value that summarize() gives
-// for simulate(). It is for a search over thousands of plans, so it does not check the lists or record
+// Returns milliseconds per minibatch of the schedule's lists in the steady state, as simulate() and
+// summarize() would. It serves a search over thousands of plans, so it neither checks the lists nor records
 // transfers. Throws the UserErrors of simulate() and make_program().
 [[nodiscard]] double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                                const Timing& timing);

@@ -1,12 +1,12 @@
 // Computes T(i..j, m), the time per minibatch of a stage with m replicas, by the cost model of partition.h. A
-// round is R = lcm(M, m) / M minibatches of M microbatches. Pure arithmetic; any thread.
+// round is R = lcm(M, m) / M minibatches of M microbatches each. Pure arithmetic; any thread.
 //
-//   sync     4 (m-1) w / (m B) + 2 (m-1) F / B    time of a round on a link, both directions. w: bytes of the
-//                                                 parameters whose gradients are pushed as they are. F: bytes
-//                                                 of one replica's factors, of its R / m minibatches
-//   compute  sum T_l + (m-1) P                    P: time to multiply one other replica's factors. Every
-//                                                 replica multiplies the factors of all replicas
+//   sync     4 (m-1) w / (m B) + 2 (m-1) F / B    time of a round on a link, for both directions together
+//   compute  sum T_l + (m-1) P                    a replica also multiplies the other replicas' factors
 //   T        max(compute / m, sync / R)
+//
+// w is the bytes of the parameters whose gradients are pushed dense. F is the bytes of one replica's factors,
+// for the R / m minibatches that it trains in a round. P is the time to multiply one replica's factors.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +18,15 @@
 
 namespace pipedream {
 
-// The sums over a stage's layers, taken in layer order so that equal stages have equal times to the bit.
+// Sums over a stage's layers. They are taken in the order of layers, so that equal stages have equal times to
+// the bit.
 struct StageCost {
   double compute_s = 0;
   double parameter_bytes = 0;
   FactoredWeights factored;
   std::int64_t num_microbatches = 1;  // M
 
-  // R.
+  // R in the formulas above, in minibatches.
   [[nodiscard]] double minibatches_per_round(std::int64_t num_replicas) const {
     return static_cast<double>(std::lcm(num_microbatches, num_replicas) / num_microbatches);
   }

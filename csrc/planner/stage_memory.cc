@@ -18,7 +18,8 @@ std::int64_t num_edges(const StageCopies& stage, const StageCopies& neighbour) {
 
 std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
 
-// How much larger than a shard's chunk its slot is, for the list of the chunk's pieces and for alignment.
+// How many bytes a chunk's slot is larger than the chunk: for the list of the chunk's pieces and for
+// alignment.
 constexpr double kBesidesChunkBytes = 512;
 
 double beside_chunks_bytes(double bytes) {
@@ -60,7 +61,8 @@ ReplicaWeights weights_of(const StageBytes& stage, const FactoredWeights::Sum& f
   return {stage.parameters, stage.largest, factored.weight_bytes, factored.factor_bytes};
 }
 
-// Encoded items at one side of a stage, in num_channels channels each way.
+// The encoded items that a replica exchanges with one neighbouring stage, over num_channels channels in each
+// direction.
 struct EncodedItems {
   double item_bytes = 0;  // of a microbatch
   std::int64_t num_channels = 0;
@@ -77,14 +79,14 @@ double encoded_bytes(const EncodedItems& items, bool stages_apart) {
   return static_cast<double>(items.num_channels) * of_channel * items.item_bytes;
 }
 
-// The number of minibatches to which n consecutive microbatches of one replica belong.
+// The number of minibatches to which a replica's microbatches in flight belong.
 std::int64_t num_minibatches_of(const StageCopies& copies, const MemoryCosts& costs) {
   const std::int64_t later = divide_up((copies.in_flight - 1) * copies.num_replicas, costs.num_microbatches);
   return std::min(copies.in_flight, 1 + later);
 }
 
-// The share of the dense weights that a replica owns, for a search that does not know the number of spares
-// yet. If there are spares, a replica owns less, or nothing.
+// The share of the dense weights that a replica owns. A search does not know the number of spares yet. If
+// there may be spares, a replica owns less or nothing.
 ShardShare share_of(std::int64_t num_replicas, const MemoryCosts& costs) {
   const double even = 1 / static_cast<double>(num_replicas);
   return {even, costs.has_spares || costs.whole_tensors ? 0 : even};
@@ -202,7 +204,7 @@ double crossing_bytes(double input_bytes, const StageCopies& copies, const Stage
 
 double crossing_bytes_max(double input_bytes, const StageCopies& copies, std::int64_t num_workers,
                           const MemoryCosts& costs) {
-  // Bounds of the terms of stage_memory.h: u <= num_workers, and U <= u (n_{s-1} gcd(r_{s-1}, r) / r + 1),
+  // These bounds follow from stage_memory.h: u <= num_workers, and U <= u (n_{s-1} gcd(r_{s-1}, r) / r + 1),
   // where n_{s-1} r_{s-1} <= n r + 2 r_{s-1}.
   const std::int64_t slots = copies.in_flight + 2 * num_workers;
   const std::int64_t upstream =

@@ -1,10 +1,12 @@
 // Estimates the memory of one replica of a planned stage from a profile's figures. The estimate is the sum
 // that budget/memory.py computes for a run, or a little more. Pure arithmetic; any thread.
 //
-// Stage s has r replicas, each with n microbatches in flight; a minibatch has m microbatches. `input`,
-// `output`, `widest` and `saved` below are bytes of a microbatch: a profile's bytes of a minibatch over m.
-// Each replica receives activations over u edges, one from each upstream replica that has a microbatch in
-// common with it. It receives gradients over d edges, one from each such downstream replica: u = r_{s-1} /
+// Stage s has r replicas, each with n microbatches in flight. A minibatch has m microbatches. `input`,
+// `output`, `widest` and `saved` below are bytes of one microbatch, which is a profile's bytes of a minibatch
+// divided by m.
+//
+// A replica receives activations over u edges, one from each upstream replica that has a microbatch in common
+// with it. It receives gradients over d edges, one from each such downstream replica: u = r_{s-1} /
 // gcd(r_{s-1}, r), d = r_{s+1} / gcd(r, r_{s+1}).
 //
 //   weights                         replica_weight_bytes(), below
@@ -33,11 +35,12 @@
 //   + input                           a gradient that is sent, but released late
 //   + U input + n max(saved + output - input, 0)    instead of n (saved + output)
 //
-// Upstream has U = u ceil(n_{s-1} gcd(r_{s-1}, r) / r) microbatches of this replica in flight. Of n of them
-// the replica keeps the inputs. Of the other U - n it has gradients that wait to be sent.
+// U = u ceil(n_{s-1} gcd(r_{s-1}, r) / r) is the number of this replica's microbatches that are in flight
+// upstream. For n of them the replica keeps the input. For the other U - n it has a gradient that waits to be
+// sent.
 //
-// With recompute a replica keeps only the inputs of forwards, and outputs until they are sent. One microbatch
-// at a time has all its activations. So n (saved + output) becomes saved + input + (n + 2) output.
+// With recompute a replica keeps the inputs of its forwards, and the outputs until they are sent. Only one
+// microbatch at a time has all its activations. So n (saved + output) becomes saved + input + (n + 2) output.
 #pragma once
 
 #include <cstddef>
@@ -49,55 +52,56 @@
 namespace pipedream {
 
 struct LayerMemory {
-  double saved_bytes = 0;   // that a minibatch's forward saves for its backward
-  double forward_s = 0;     // time that a recompute adds
-  double frozen_bytes = 0;  // of parameters that are not trained
+  double saved_bytes = 0;   // bytes that a minibatch's forward saves for its backward
+  double forward_s = 0;     // time that a recompute adds per minibatch
+  double frozen_bytes = 0;  // bytes of parameters that are not trained
 };
 
-// The bytes of memory that a codec needs for each byte that crosses a cut in one direction; 0 if nothing is
-// encoded.
+// The bytes of memory that a codec needs for each byte that crosses a cut in one direction. They are 0 if
+// nothing is encoded.
 struct CodecShares {
-  double wire = 0;      // for an encoded item
-  double residual = 0;  // for the values that topk has not sent yet, at the sender
+  double wire = 0;      // for the encoded item
+  double residual = 0;  // at the sender: for the values that topk has not sent yet
 };
 
-// Figures that do not depend on the plan.
+// Figures that do not depend on the plan. The copies are multiples of the bytes of weights.
 struct MemoryCosts {
-  double model_copies = 1;            // of all weights: the model itself, besides versions and gradients
-  double state_copies = 0;            // of the weights that a replica updates: the optimizer's state
-  double step_copies = 0;             // of a layer's parameters: temporaries of a step
-  double data_bytes = 0;              // of a minibatch
+  double model_copies = 1;  // of all weights: the model itself, in addition to versions and gradients
+  double state_copies = 0;  // of the weights that a replica updates: the optimizer's state
+  double step_copies = 0;   // of one layer's parameters: temporaries of an optimizer's step
+  double data_bytes = 0;    // of one minibatch
   std::int64_t num_microbatches = 1;  // m
   CodecShares activations = {};
   CodecShares gradients = {};
   bool stages_apart = false;  // encoded items wait in host memory, which is not counted here
   // Figures of stages with replicas.
-  bool asynchronous = false;      // an owner keeps its shard besides versions, and a copy per other replica
+  // An owner keeps its shard apart from versions, and a copy for each other replica.
+  bool asynchronous = false;
   bool reduces_together = false;  // replicas update by a collective, and there are no shards
-  bool whole_tensors = false;     // shards have whole tensors, and are updated at once
-  bool posts_versions = false;    // pulled chunks land in the slot of the next version
+  bool whole_tensors = false;     // shards have only whole tensors, and are updated at once
+  bool posts_versions = false;    // pulled chunks arrive in the slot of the next version
   bool has_spares = false;        // stages have spares, or may have
-  bool drains = false;            // a round may have several minibatches of a replica
-  std::int64_t staleness = 0;     // k, in rounds; of all stages
+  bool drains = false;            // a replica may train several minibatches in a round
+  std::int64_t staleness = 0;     // k, in rounds; the same for all stages
 };
 
 // Bytes of a stage's weights.
 struct ReplicaWeights {
   double all = 0;
-  double largest = 0;   // of a layer
-  double factored = 0;  // whose gradients go as factors; every replica updates these
-  double factors = 0;   // of one replica in a round
+  double largest = 0;   // of one layer
+  double factored = 0;  // of the weights whose gradients go as factors; every replica updates these
+  double factors = 0;   // of one replica's factors in a round
 };
 
-// The part of the dense weights that one replica owns.
+// The share of the dense weights that one replica owns: at most and at least.
 struct ShardShare {
   double most = 0;
   double least = 0;
 };
 
-// Bytes of the weights at one of r replicas with n versions, with gradients and optimizer state. Of the
-// weights w, the gradients of d bytes are pushed as they are, and those of f bytes as factors. A replica's
-// factors of a round have F bytes.
+// Returns the bytes of weights, gradients and optimizer state at one of r replicas that keeps n versions. |w|
+// is the bytes of the weights, and k the staleness. The gradients of d of these bytes are pushed as they are
+// ("dense"), those of f bytes as factors. F is the bytes of one replica's factors of a round.
 //
 //   (n + k + model_copies) |w|
 //   one replica         + (1 + state_copies) |w|    gradients, state
@@ -119,51 +123,52 @@ struct ShardShare {
                                           std::int64_t num_versions, const ShardShare& share,
                                           const MemoryCosts& costs);
 
-// Bytes of a stage. All but those of parameters are for one minibatch.
+// Bytes of a stage. `parameters`, `frozen` and `largest` are bytes of parameters; all others are bytes of one
+// minibatch.
 struct StageBytes {
   double parameters = 0;
   double frozen = 0;  // parameters that are not trained
   double saved = 0;
   double input = 0;    // activations from upstream; 0 at the first stage
   double output = 0;   // activations to downstream; 0 at the last stage
-  double widest = 0;   // the largest activation at a boundary of its layers
-  double largest = 0;  // the largest parameters of one layer
+  double widest = 0;   // the largest activation at a boundary between layers of the stage, or at its cuts
+  double largest = 0;  // the most parameters of one layer
   FactoredWeights factored;
   bool is_first = false;
   bool is_last = false;
 
-  // Makes the sums for a stage that will begin with this layer and has no layers yet.
+  // Makes the sums for a stage that will begin with this layer. It has no layers yet.
   [[nodiscard]] static StageBytes from(const std::vector<LayerCost>& layers, std::size_t first_layer);
   // Adds the next layer.
   void add(const std::vector<LayerCost>& layers, const std::vector<LayerMemory>& memory, std::size_t layer);
 };
 
 struct StageCopies {
-  std::int64_t num_replicas = 0;   // 0: there is no such stage
-  std::int64_t in_flight = 0;      // microbatches, at each replica
+  std::int64_t num_replicas = 0;   // 0 if there is no such stage
+  std::int64_t in_flight = 0;      // microbatches in flight at each replica
   std::int64_t num_versions = 0;   // that each replica keeps, without those for a staleness
-  std::int64_t own_per_round = 1;  // c: a replica's microbatches of one round
+  std::int64_t own_per_round = 1;  // c: how many microbatches of a round a replica has
 
   // The copies under schedule "pipedream": c = lcm(m, r) / r, and 1 + ceil((n - 1) / c) versions.
   [[nodiscard]] static StageCopies stashing(std::int64_t num_replicas, std::int64_t in_flight,
                                             std::int64_t num_microbatches);
 };
 
-// The bytes of a replica without the part that depends on the stage upstream. below: the copies of the stage
-// downstream.
+// Returns the bytes of a replica without the part that depends on the stage upstream. below: the copies of
+// the stage downstream.
 [[nodiscard]] double own_bytes(const StageBytes& stage, const StageCopies& copies, const StageCopies& below,
                                bool recompute, const MemoryCosts& costs);
-// The bytes that depend on the stage upstream, `above`; 0 at the first stage. input_bytes: the input's bytes
-// of a minibatch.
+// Returns the bytes that depend on the stage upstream, `above`; 0 at the first stage. input_bytes: the bytes
+// of the input for one minibatch.
 [[nodiscard]] double crossing_bytes(double input_bytes, const StageCopies& copies, const StageCopies& above,
                                     const MemoryCosts& costs);
 
-// An upper bound of crossing_bytes() for every possible stage upstream, if there are num_workers workers in
-// all.
+// An upper bound of crossing_bytes() for every possible stage upstream in a plan of num_workers workers.
 [[nodiscard]] double crossing_bytes_max(double input_bytes, const StageCopies& copies,
                                         std::int64_t num_workers, const MemoryCosts& costs);
 
-// Bytes of a replica of each stage of a plan. memory: one entry per layer; copies, recompute: one per stage.
+// Returns the bytes of a replica of each stage of a plan. memory: one entry per layer. copies, recompute: one
+// per stage.
 [[nodiscard]] std::vector<double> memory_of_plan(const std::vector<LayerCost>& layers,
                                                  const std::vector<LayerMemory>& memory,
                                                  const std::vector<PlannedStage>& stages,

@@ -7,11 +7,12 @@ namespace pipedream {
 namespace {
 
 struct UpdateEnd {
-  std::int64_t minibatch = 0;  // the first of the round
+  std::int64_t minibatch = 0;  // the first minibatch of the round
   double end_ms = 0;
 };
 
-// The times when a worker's last stage was updated, one for each round in ascending order.
+// When a worker finished the updates of its rounds: one entry per round, ascending. A worker with several
+// stages has finished when the last stage is updated.
 using UpdateEnds = std::vector<UpdateEnd>;
 
 UpdateEnds::const_iterator find_end(const UpdateEnds& ends, std::int64_t minibatch) {
@@ -37,7 +38,7 @@ UpdateEnds update_ends(const std::vector<TimedStep>& row) {
   return ends;
 }
 
-// The number of minibatches from one update to the next; 1 if there is only one update.
+// The number of minibatches between two updates, or 1 if there is only one update.
 std::int64_t minibatches_per_update(const UpdateEnds& ends) {
   return ends.size() > 1 ? ends[1].minibatch - ends[0].minibatch : 1;
 }
@@ -51,7 +52,7 @@ std::int64_t num_started_before_update(const std::vector<TimedStep>& row) {
   return num_started;
 }
 
-// The milliseconds of work between two times. No step is under way at either of these times.
+// The milliseconds of work between two times at which no step is under way.
 double busy_ms(const std::vector<TimedStep>& row, double begin_ms, double end_ms) {
   double busy_ms = 0;
   for (const TimedStep& step : row) {
@@ -72,7 +73,8 @@ struct Window {
 std::optional<Window> steady_window(const Timeline& timeline, const std::vector<UpdateEnds>& ends,
                                     std::int64_t num_minibatches, std::int64_t minibatches_per_body) {
   std::int64_t skipped = -1;
-  std::int64_t together = minibatches_per_body;  // minibatches after which all stages begin a round
+  // The number of minibatches after which all stages begin a round.
+  std::int64_t together = minibatches_per_body;
   for (std::size_t worker = 0; worker < timeline.size(); ++worker) {
     if (ends[worker].empty()) return std::nullopt;
     skipped = std::max(skipped, num_started_before_update(timeline[worker]) - 1);
