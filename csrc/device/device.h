@@ -28,8 +28,8 @@ enum class MemoryKind {
   kStaging,  // pinned host memory between device and wire; on the host backend plain host memory
 };
 
-// A point in a stream's order. Record it, then wait for it from the CPU or from another stream.
-// Any thread; one recorder at a time.
+// An Event marks a point in a stream's order. After record(), the CPU or another stream can wait for it. Any
+// thread may use it, but only one at a time may record it.
 class Event {
  public:
   Event() = default;
@@ -43,12 +43,13 @@ class Event {
   virtual void wait() const = 0;
 };
 
-// An ordered queue of asynchronous work. Any thread may enqueue work, and work is done in the order of the
-// calls. The queue is bounded: while kStreamDepth or more operations are pending, an enqueuing thread may
-// have to wait for room. The destructor finishes all enqueued work. Only events of the stream's own device
-// may be used.
+// The most operations that a stream holds. While so many are pending, a thread that enqueues another may have
+// to wait.
 inline constexpr std::size_t kStreamDepth = 512;
 
+// A Stream is an ordered queue of asynchronous work. Any thread may enqueue work, and work is done in the
+// order of the calls. The destructor finishes all enqueued work. Only events of the stream's own device may
+// be used.
 class Stream {
  public:
   Stream() = default;
@@ -62,11 +63,11 @@ class Stream {
   virtual void record(Event& event) = 0;
   // Work enqueued after this starts only when the event is done. The CPU does not wait.
   virtual void wait(const Event& event) = 0;
-  // Enqueues a function, which runs on a CPU thread in stream order. The function must be short, and must not
-  // call the device.
+  // Enqueues a function that runs on a CPU thread, in stream order. It must be short and must not call the
+  // device.
   virtual void call(std::function<void()> function) = 0;
-  // Whether a graph is being captured from this stream. A record() or wait() now would become part of the
-  // graph.
+  // Whether a CUDA graph is being captured from this stream. If so, record() or wait() would become part of
+  // that graph.
   [[nodiscard]] virtual bool is_capturing() const { return false; }
   // Blocks the calling CPU thread until everything enqueued is done. After an error of the device it throws
   // DeviceError, and no function of call() runs any more.
@@ -75,8 +76,9 @@ class Stream {
   [[nodiscard]] virtual std::uintptr_t native_handle() const { return 0; }
 };
 
-// The use of a stream of Device::make_copy_stream().
-enum class CopyUse { kSend, kTell, kReceive };  // kTell: only waits and call()s
+// The use of a copy stream (Device::make_copy_stream()). A kTell stream only waits for events and runs
+// functions of call().
+enum class CopyUse { kSend, kTell, kReceive };
 inline constexpr std::size_t kNumCopyUses = 3;
 
 // Owns one allocation. Host memory is aligned to at least 64 bytes, and the kernel is advised to use huge
@@ -98,11 +100,11 @@ inline constexpr std::size_t kMemoryHandleBytesMax = 256;
 // unmapped it.
 class ExportedMemory : public Memory {
  public:
-  // The handle that Device::import_memory() takes: any bytes, kMemoryHandleBytesMax at most.
+  // The handle that Device::import_memory() takes: arbitrary bytes, at most kMemoryHandleBytesMax of them.
   [[nodiscard]] virtual const std::string& handle() const = 0;
 };
 
-// Keeps host memory of the caller registered with the device. It is destroyed before the memory is freed.
+// Keeps host memory of the caller registered with the device. Destroy it before you free the memory.
 class HostRegistration {
  public:
   HostRegistration() = default;
@@ -123,18 +125,18 @@ class Device {
   [[nodiscard]] virtual std::string name() const = 0;  // "host", "cuda:0 NVIDIA H100"
 
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
-  // A stream that may be shared by all callers with the same use. A device runs few streams at once; with
-  // more streams, work waits for work of other streams at random. On a shared stream work waits only for work
-  // enqueued earlier, and never for a thread.
+  // Returns a stream that may be shared by all callers with the same use. A device runs few streams at once.
+  // With more streams, work would wait for work of other streams at random. On a shared stream work waits
+  // only for work that was enqueued earlier, and never for a thread.
   [[nodiscard]] virtual std::unique_ptr<Stream> make_copy_stream(CopyUse /*use*/) { return make_stream(); }
   [[nodiscard]] virtual std::unique_ptr<Event> make_event() = 0;
-  // Wraps a stream that the caller's framework computes on (a cudaStream_t as an integer). On the host the
-  // handle is 0 and stands for the calling thread: then work is done when the call returns.
+  // Wraps a stream on which the caller's framework computes (a cudaStream_t as an integer). On the host the
+  // handle is 0 and stands for the calling thread, so work is done when the call returns.
   [[nodiscard]] virtual std::unique_ptr<Stream> wrap_stream(std::uintptr_t native_handle) = 0;
 
-  // Throws a UserError that names size and device when there is not enough memory. Host memory (both kinds on
-  // the host backend, kStaging on CUDA) is touched page by page here, so that the first minibatch does not
-  // pay for it; device memory is zeroed.
+  // Throws a UserError that names size and device if there is not enough memory. Device memory is zeroed.
+  // Host memory (both kinds on the host backend, kStaging on CUDA) is also touched page by page, so that the
+  // first minibatch does not pay for it.
   [[nodiscard]] virtual std::unique_ptr<Memory> allocate(std::size_t num_bytes, MemoryKind kind) = 0;
 
   // Pins host memory that the device did not allocate, so that copies from and to it are as fast and as
@@ -152,17 +154,18 @@ class Device {
   // nothing.
   virtual void synchronize() {}
 
-  // Whether the CPU, and so the wire, can read device memory. If so, nothing is staged.
+  // Whether the CPU can read device memory. If so, tensors are sent without a staging buffer.
   [[nodiscard]] virtual bool device_memory_is_host_memory() const = 0;
 
-  // Allocates zeroed device memory that other processes can map. Null if that is not possible; *why then gets
-  // the reason. It is never possible on the host, whose memory is shared in another way (SharedMemory).
-  // Throws UserError if allocate() would.
+  // Allocates zeroed device memory that other processes can map. Returns null if that is not possible, and
+  // the reason in *why. It is never possible on the host backend, which shares memory in another way
+  // (SharedMemory). Throws UserError if allocate() would.
   [[nodiscard]] virtual std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
                                                                       std::string* why = nullptr);
-  // Maps memory that a device of this kind has exported in any process of this host. This device's streams
+  // Maps memory that a device of this kind has exported, in any process of this host. This device's streams
   // can copy from and to it. Destroy the result before the exporter frees the memory. The handle is not
-  // checked, so it must come from a trusted process. Null, with the reason, if the memory cannot be mapped.
+  // checked, so it must come from a trusted process. Returns null, and the reason in *why, if the memory
+  // cannot be mapped.
   [[nodiscard]] virtual std::unique_ptr<Memory> import_memory(const std::string& handle,
                                                               std::size_t num_bytes,
                                                               std::string* why = nullptr);
@@ -176,8 +179,8 @@ class Device {
 [[nodiscard]] bool cuda_available();
 [[nodiscard]] std::string why_no_cuda();
 [[nodiscard]] bool built_with_cuda();
-// Throws UserError when not cuda_available(), or if the index does not exist or its device runs no kernels of
-// this build.
+// Throws UserError if CUDA is not available, if the index does not exist, or if the device with this index
+// runs no kernels of this build.
 [[nodiscard]] std::unique_ptr<Device> make_cuda_device(int index);
 
 }  // namespace pipedream

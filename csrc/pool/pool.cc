@@ -111,7 +111,8 @@ Lease SlotGroup::take() {
     head = unpack(word);
     if (head.top == 0) return {};
     slot = head.top - std::size_t{1};
-    head.top = next_free_[slot].load(std::memory_order_relaxed);  // stale only when the head has changed
+    // May be out of date if another thread has changed the head; then the exchange fails.
+    head.top = next_free_[slot].load(std::memory_order_relaxed);
     --head.num_free;
     ++head.tag;
   } while (

@@ -1,14 +1,14 @@
 // The pool is the memory of a worker: budget -> seal -> lease. Before the first minibatch every user of
-// memory adds a term, which is a number of slots of some size. seal() allocates and pre-faults the sum of all
+// memory adds a term, which is a number of slots of one size. seal() allocates and touches the memory of all
 // terms once. After that the pool only leases slots.
 //
-// Leasing is O(1), allocates nothing and never waits. Any thread may lease and release; the head of a group's
-// free list is one atomic word. A Lease must not outlive the Pool.
+// Leasing takes constant time, allocates nothing and never waits. Any thread may lease and release, because
+// the head of a term's list of free slots is one atomic word. A Lease must not outlive the Pool.
 //
-// Poison: from the seal on every free slot is filled with kPoisonByte. So a read before the first write or
-// after the release is easy to see: it gives NaN in every float type and -1 in the integers. Only memory that
-// the CPU can write is filled. Other device memory is not: a fill would need a stream, ordered with the
-// readers' streams.
+// Poison: if it is on (poison_by_default()), every free slot is filled with kPoisonByte from the seal on. A
+// read before the first write or after the release then gives NaN in every float type and -1 in signed
+// integers, which is easy to see. Only memory that the CPU can write is filled. Other device memory would
+// need a fill on a stream, in an order with the readers' streams.
 #pragma once
 
 #include <atomic>
@@ -29,23 +29,23 @@
 namespace pipedream {
 
 struct PoolTerm {
-  std::string name;            // who uses it, e.g. "received activations"
+  std::string name;            // its user, for example "received activations"
   std::size_t slot_bytes = 0;  // 0 is allowed: a stage without parameters still counts its versions
   std::int64_t num_slots = 0;
   MemoryKind kind = MemoryKind::kDevice;
-  // Whether free slots are poisoned. False for a user that reads bytes which it did not write (device.h says
-  // their values), and for slots that enqueued work still reads after their release.
+  // Whether free slots of this term are poisoned. False for a user that reads bytes which it did not write
+  // (device.h says their values). Also false for slots that enqueued work still reads after their release.
   bool poison = true;
-  // Makes separate memory of num_bytes for this term when the pool is sealed; the pool owns it. If empty, the
-  // term shares an allocation with the other terms of its kind.
+  // Makes memory of num_bytes for this term alone when the pool is sealed; the pool owns it. If empty, the
+  // term shares one allocation with the other terms of its kind.
   std::function<std::unique_ptr<Memory>(std::size_t num_bytes)> allocate{};
 };
 
 inline constexpr std::size_t kSlotAlignment = 256;
 inline constexpr std::int64_t kNumSlotsMax = 65535;  // of one term
 
-// The distance in bytes between two slots of slot_bytes. With it a process that shares a term's memory finds
-// the slots.
+// The distance in bytes between two slots of slot_bytes. Another process that shares the term's memory finds
+// the slots by it.
 [[nodiscard]] constexpr std::size_t slot_stride_bytes(std::size_t slot_bytes) {
   return (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
@@ -59,7 +59,7 @@ inline constexpr std::byte kPoisonByte{0xFF};
 
 class SlotGroup;
 
-// One slot, given back when the lease dies. Movable, not copyable.
+// A Lease is the right to use one slot. Its destructor gives the slot back. It can be moved, but not copied.
 class Lease {
  public:
   Lease() = default;
@@ -93,15 +93,15 @@ class Lease {
 struct TermReport {
   std::string name;
   MemoryKind kind = MemoryKind::kDevice;
-  std::size_t slot_bytes = 0;  // as asked for; slots are spaced at kSlotAlignment
+  std::size_t slot_bytes = 0;  // as the user asked for
   std::int64_t num_slots = 0;
-  std::size_t planned_bytes = 0;  // with the spacing
-  std::size_t peak_bytes = 0;     // most that was leased at once, with the spacing
+  std::size_t planned_bytes = 0;  // with the gaps that kSlotAlignment needs between slots
+  std::size_t peak_bytes = 0;     // the most that was leased at once, with the gaps
 };
 
-// The slots of one term. Free slots form a stack, so that a slot that is still in the caches is used first.
-// They are linked by index. The stack's head is one word, so that a lease and a release are one atomic
-// exchange each:
+// The slots of one term. Free slots form a stack, so that the slot released last, which may still be in the
+// caches, is leased first. The stack is linked by slot indices. Its head is one word, so a lease and a
+// release are one atomic exchange each:
 //
 //   | tag: 32 bits | free slots: 16 bits | top: 16 bits, slot index + 1, 0 when none is free |
 //
@@ -109,22 +109,21 @@ struct TermReport {
 // that the head has changed, even if the same slot is on top again.
 class SlotGroup {
  public:
-  // base is null while the pool is not sealed: nothing can be leased then.
+  // base is null until the pool is sealed. Until then nothing can be leased.
   SlotGroup(PoolTerm term, std::byte* base, std::size_t stride_bytes);
   SlotGroup(const SlotGroup&) = delete;
   SlotGroup& operator=(const SlotGroup&) = delete;
-  ~SlotGroup();  // aborts (our bug) when a lease is still out
+  ~SlotGroup();  // aborts (our bug) if a slot is still leased
 
-  // Empty when all slots are out. Allocates nothing.
+  // Leases a free slot, or returns nothing if all slots are leased. Allocates nothing.
   [[nodiscard]] std::optional<Lease> try_lease();
-  // Leases a slot, for users whose plan proves that a slot is free. Aborts (our bug) when all slots are
+  // Leases a free slot, for users whose plan proves that there is one. Aborts (our bug) if all slots are
   // leased.
   [[nodiscard]] Lease lease();
   [[nodiscard]] std::int64_t num_free() const;
   [[nodiscard]] const PoolTerm& term() const { return term_; }
   [[nodiscard]] std::byte* slot_data(SlotIndex slot) const;
-  // The callback runs after each release, on the releasing thread, outside the lock. It is set before the
-  // first lease.
+  // Sets a function that runs after each release, on the releasing thread. Call it before the first lease.
   void on_release(std::function<void()> callback);
   [[nodiscard]] TermReport report() const;
 
@@ -133,7 +132,7 @@ class SlotGroup {
   friend class Pool;
   void place(std::byte* base, bool poison);  // at seal, before any lease
   void fill_with_poison(std::int64_t slot);
-  [[nodiscard]] Lease take();  // an invalid one when all slots are out
+  [[nodiscard]] Lease take();  // an invalid lease if all slots are leased
   void give_back(SlotIndex slot);
   void note_leased(std::int64_t num_leased);
   [[nodiscard]] std::size_t planned_bytes() const;
@@ -145,7 +144,7 @@ class SlotGroup {
   bool poison_ = false;
   std::function<void()> on_release_;
   std::atomic<std::uint64_t> head_{0};
-  std::vector<std::atomic<std::uint16_t>> next_free_;  // by slot: the head's `top` once it is taken
+  std::vector<std::atomic<std::uint16_t>> next_free_;  // by slot: `top` of the head after this slot is leased
   std::atomic<std::int64_t> num_leased_max_{0};
 };
 

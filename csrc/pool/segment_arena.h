@@ -2,9 +2,9 @@
 // allocator takes its segments from here. So its tensors lie inside the worker's planned memory and cannot
 // exceed it.
 //
-// Uses best fit with coalescing. There are few segments, so a search through all free ones is fast enough.
-// free() may also wait for the device. Any thread; a mutex guards the free list. The caller owns the memory
-// and frees it after the arena.
+// It uses best fit and merges neighbouring free pieces. There are few segments, so a search through all free
+// ones is fast enough. free() may also wait for the device. Any thread; a mutex guards the lists. The caller
+// owns the memory, and frees it after the arena is destroyed.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +16,11 @@ namespace pipedream {
 
 class SegmentArena {
  public:
-  static constexpr std::size_t kAlignment = 512;  // what cudaMalloc gives at least
+  static constexpr std::size_t kAlignment = 512;  // the least that cudaMalloc() gives
 
   // base: the memory to divide. If it is not aligned to kAlignment, its beginning is not used.
-  // wait_until_unused: called by free() before the segment may be given out again, because a device's streams
-  // may still use it. cudaFree() waits in the same way.
+  // wait_until_unused: free() calls it before the segment may be given out again, because streams of the
+  // device may still use the segment. cudaFree() waits in the same way.
   SegmentArena(std::byte* base, std::size_t num_bytes, std::function<void()> wait_until_unused = {});
   SegmentArena(const SegmentArena&) = delete;
   SegmentArena& operator=(const SegmentArena&) = delete;

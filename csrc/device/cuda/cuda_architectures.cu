@@ -1,5 +1,5 @@
-// Reads the list of architectures that nvcc compiles for and defines in a macro: 750 is capability 7.5. See
-// the header.
+// Tells which architectures this build has kernels for. nvcc defines their list as a macro, in which 750
+// stands for compute capability 7.5. See the header.
 #include "device/cuda/cuda_architectures.h"
 
 #include <cuda_runtime_api.h>

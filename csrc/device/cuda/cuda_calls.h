@@ -14,21 +14,21 @@ namespace pipedream {
 // Throws DeviceError.
 void throw_if_failed(cudaError_t status, const char* call, int device_index);
 
-// For destructors: logs a failed call and never throws. After an error of the context every call fails with
-// the same error, so an error is logged once. Nothing is logged at process exit or in a child of fork(),
-// where the driver is gone.
+// Logs a failed call and never throws, for use in destructors. After an error of the context every call fails
+// with the same error, so an error is logged only once. Nothing is logged at process exit or in a child of
+// fork(), where the driver is gone.
 void log_if_failed(cudaError_t status, const char* call, int device_index) noexcept;
 
 #define PD_CUDA(call, device_index) ::pipedream::throw_if_failed((call), #call, (device_index))
 #define PD_CUDA_LOG(call, device_index) ::pipedream::log_if_failed((call), #call, (device_index))
 
 // While a DeviceScope lives, its device is current on this thread, and calls of this thread do not disturb
-// the capture of a CUDA graph. Without the scope even a query of an event ends such a capture, if torch
-// captures in the global mode.
+// the capture of a CUDA graph. Without it, if torch captures in the global mode, even a query of an event
+// would end the capture.
 //
-// At its end the earlier device is current again. There is one exception: from CUDA 12 on, cudaSetDevice()
-// makes a context, which takes about 0.5 GB. A thread that never chose a device counts as on device 0. So on
-// such a thread the scope's device stays current.
+// Its destructor makes the earlier device current again, unless that device has no context. From CUDA 12 on,
+// cudaSetDevice() would make a context, which takes about 0.5 GB. This matters on threads that never chose a
+// device, because they count as on device 0.
 class DeviceScope {
  public:
   explicit DeviceScope(int device_index);                  // throws DeviceError
@@ -44,7 +44,8 @@ class DeviceScope {
   int previous_index_ = 0;
   bool has_changed_device_ = false;
   bool has_changed_mode_ = false;
-  cudaStreamCaptureMode capture_mode_ = cudaStreamCaptureModeRelaxed;  // then the thread's own
+  // The mode to set, and after that the thread's earlier mode.
+  cudaStreamCaptureMode capture_mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 }  // namespace pipedream

@@ -60,7 +60,7 @@ class FreeEvents {
  private:
   const int device_index_;
   std::mutex mutex_;               // guards free_
-  std::vector<cudaEvent_t> free_;  // at most as many as were ever in use at once
+  std::vector<cudaEvent_t> free_;  // at most as many as there were events at the same time
 };
 
 class CudaEvent final : public Event {
@@ -69,7 +69,7 @@ class CudaEvent final : public Event {
       : device_index_(device_index), events_(std::move(events)), event_(events_->take()) {}
   ~CudaEvent() override { events_->give_back(event_); }
 
-  // Notes that the event is recorded. Before that, the CUDA event may still have a record of its previous
+  // Notes that the event is recorded. Until then, the CUDA event may still have a record of its previous
   // user.
   void note_record() { is_recorded_.store(true, std::memory_order_release); }
   [[nodiscard]] bool is_recorded() const { return is_recorded_.load(std::memory_order_acquire); }
@@ -106,9 +106,9 @@ OurEvent& on_cuda(AnyEvent& event) {
   return *cuda_event;
 }
 
-// The host functions that are enqueued on a stream. After an error of the context the driver starts no more
-// functions, and does not wait for the function that runs. end() waits for it, because the caller may free
-// the function's memory once synchronize() has thrown.
+// The host functions that are enqueued on one stream. After an error of the context the driver starts no more
+// of them, and does not wait for the one that runs. end() waits for it, because the caller may free the
+// function's memory once synchronize() has thrown.
 class HostCalls : public std::enable_shared_from_this<HostCalls> {
  public:
   // The driver has the pointer until it calls run(), which frees the Call.
@@ -160,14 +160,14 @@ class HostCalls : public std::enable_shared_from_this<HostCalls> {
     changed_.notify_all();
   }
 
-  std::mutex mutex_;  // guards all below
+  std::mutex mutex_;  // guards all members below
   std::condition_variable changed_;
   std::vector<const Call*> pending_;  // calls that the driver has not run yet; few
   bool is_running_ = false;
   bool has_ended_ = false;
 };
 
-// A stream of the driver.
+// Owns a stream of the driver.
 class NativeStream {
  public:
   explicit NativeStream(int device_index) : device_index_(device_index) {
@@ -229,8 +229,8 @@ class CudaStream final : public Stream {
     const DeviceScope scope(device_index_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     const cudaError_t asked = cudaStreamIsCapturing(stream_, &status);
-    if (asked ==
-        cudaErrorStreamCaptureImplicit) {  // the default stream, while a stream that waits for it is captured
+    // The answer for the default stream, while a stream that waits for it is captured.
+    if (asked == cudaErrorStreamCaptureImplicit) {
       (void)cudaGetLastError();
       return true;
     }
@@ -310,8 +310,8 @@ class CudaDeviceMemory final : public Memory {
   std::byte* data_ = nullptr;
 };
 
-// Pins host memory for all devices of the process, and maps it, because the codecs' kernels read and write
-// it.
+// Pins host memory for all devices of the process. It also maps the memory for the device, because the
+// codecs' kernels read and write it.
 class CudaHostRegistration final : public HostRegistration {
  public:
   CudaHostRegistration(int device_index, std::byte* data, std::size_t num_bytes, const std::string& what)
@@ -388,7 +388,7 @@ class CudaDevice final : public Device {
     return std::make_unique<CudaHostRegistration>(device_index_, data, num_bytes,
                                                   "memory to pin for " + device_label(device_index_));
   }
-  // Checks a copy stream, because the caller's stream may be capturing a graph.
+  // Checks one of the copy streams, because the caller's stream may be capturing a graph.
   void check() override {
     const std::lock_guard lock(mutex_);
     CudaStream(device_index_, copy_stream(CopyUse::kTell, 0)->get()).check();
@@ -412,9 +412,9 @@ class CudaDevice final : public Device {
   }
 
  private:
-  // The device has CUDA_DEVICE_MAX_CONNECTIONS queues, 8 by default. Two streams for each of the 3 uses leave
-  // one queue for the framework's compute stream and one for its default stream. With two streams, each
-  // direction of a straight pipeline has its own stream.
+  // The number of streams for each of the 3 uses. A device has CUDA_DEVICE_MAX_CONNECTIONS queues, 8 by
+  // default, so 2 are left: for the framework's compute stream and for its default stream. With two streams
+  // per use, each direction of a straight pipeline has its own.
   static constexpr std::size_t kNumStreamsPerUse = 2;
   using CopyStreams = std::array<std::shared_ptr<const NativeStream>, kNumStreamsPerUse>;
 
@@ -454,7 +454,8 @@ std::string why_no_device(cudaError_t status) {
          " or later, and the driver here runs CUDA " + version_text(driver_version) + " at most";
 }
 
-// The reason for which the device does not run this build's kernels; empty if it does. Makes no context.
+// Returns the reason why the device does not run this build's kernels, or an empty text if it does. Makes no
+// context.
 std::string why_no_kernels(int device_index) {
   ComputeCapability has;
   PD_CUDA(cudaDeviceGetAttribute(&has.major, cudaDevAttrComputeCapabilityMajor, device_index), device_index);
@@ -473,8 +474,8 @@ struct DeviceCount {
   std::string why_none;  // why this build can use none of them; empty if it can use one
 };
 
-// Counts the devices. Does not throw for a missing or old driver, or for missing or old devices; why_none has
-// the reason.
+// Counts the devices. If the driver or all devices are missing or too old, it does not throw; why_none then
+// has the reason.
 DeviceCount count_devices() {
   DeviceCount count;
   const cudaError_t status = cudaGetDeviceCount(&count.num_devices);

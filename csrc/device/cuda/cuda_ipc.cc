@@ -1,6 +1,6 @@
 // Shares device memory by cudaIpcGetMemHandle and cudaIpcOpenMemHandle. If CUDA refuses, the functions return
-// null and the reason and do not throw, because the bytes can travel in other ways. CUDA does not open a
-// handle in the process that made it. In that process the maker's pointer is used instead.
+// null and the reason. They do not throw, because the bytes can travel in other ways. CUDA cannot open a
+// handle in the process that made it, so there the maker's pointer is used instead.
 #include "device/cuda/cuda_ipc.h"
 
 #include <cuda_runtime_api.h>
@@ -48,8 +48,8 @@ bool same(const cudaUUID_t& one, const cudaUUID_t& other) {
   return std::memcmp(&one, &other, sizeof(cudaUUID_t)) == 0;
 }
 
-// The device's index in this process. Empty if the device is not visible in this process; even then its
-// memory can be mapped.
+// Returns the device's index in this process, or nothing if this process does not see the device. Its memory
+// can be mapped even then.
 std::optional<int> index_of(const cudaUUID_t& uuid, int device_index) {
   int num_devices = 0;
   PD_CUDA(cudaGetDeviceCount(&num_devices), device_index);
@@ -87,8 +87,8 @@ class CudaExportedMemory final : public ExportedMemory {
 
 class CudaImportedMemory final : public Memory {
  public:
-  // opened: whether cudaIpcOpenMemHandle has mapped the memory. If not, the memory's maker is in this process
-  // and outlives this object.
+  // opened: whether cudaIpcOpenMemHandle() has mapped the memory. If not, the memory was made in this
+  // process, and its maker outlives this object.
   CudaImportedMemory(int device_index, std::byte* data, std::size_t num_bytes, bool opened)
       : device_index_(device_index), data_(data), num_bytes_(num_bytes), opened_(opened) {}
   ~CudaImportedMemory() override {

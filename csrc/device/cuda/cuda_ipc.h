@@ -9,7 +9,7 @@
 
 namespace pipedream {
 
-// Implements Device::export_memory(), whose comment describes it. memory: made by cudaMalloc; its size is a
+// Implements Device::export_memory() for `memory`, which cudaMalloc has made. The size of `memory` is a
 // multiple of kCudaIpcGranuleBytes.
 [[nodiscard]] std::unique_ptr<ExportedMemory> export_cuda_memory(int device_index,
                                                                  std::unique_ptr<Memory> memory,

@@ -1,10 +1,10 @@
-// Loads and launches kernels by a function and a macro. So the tests can compile a file with kernels as plain
-// C++, with a CUDA runtime of their own.
+// Loads and launches kernels. The tests define PD_LAUNCH in another way, so that they can compile a file with
+// kernels as plain C++ for a CUDA runtime on the host.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#if !defined(PD_LAUNCH)  // the tests' stand-in for the runtime has its own
+#if !defined(PD_LAUNCH)  // unless the tests have defined it
 #define PD_LAUNCH(kernel, num_blocks, block_threads, stream, ...) \
   kernel<<<(num_blocks), (block_threads), 0, (stream)>>>(__VA_ARGS__)
 #endif

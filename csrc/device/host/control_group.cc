@@ -13,19 +13,19 @@ namespace {
 
 constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 
-// The names of a version's files.
+// The names of the files of version 1 or version 2.
 struct Version {
   const char* limit;
-  const char* in_use;            // this and the next one include the groups inside
+  const char* in_use;            // this file and the next one include the groups inside
   const char* reclaimable_stat;  // a line of memory.stat
 };
 constexpr Version kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
 constexpr Version kVersion2{"memory.max", "memory.current", "inactive_file"};
 
-// One hierarchy that accounts memory.
+// A mounted hierarchy of control groups that counts memory.
 struct Hierarchy {
   const Version* version;
-  std::string mounted_group;  // the group at the mount point: "/", except in some containers
+  std::string mounted_group;  // the group that is visible at the mount point: "/", except in some containers
   std::string mount_point;
 };
 
@@ -100,8 +100,9 @@ std::size_t available_in(const std::filesystem::path& group, const Version& vers
   return limit_bytes - std::min(limit_bytes, in_use_bytes);
 }
 
-// The path of the process's group below the mount point. A container may see only its own group, at the mount
-// point, although /proc has the group's path on the host. Then the path is empty.
+// Returns the path of the process's group below the mount point. A container may see only its own group,
+// which is then at the mount point itself. /proc still has that group's path on the host. In this case the
+// returned path is empty.
 std::filesystem::path path_below_mount(const Hierarchy& hierarchy, const std::string& group) {
   const std::string& mounted = hierarchy.mounted_group;
   if (mounted == "/") return std::filesystem::path(group).relative_path();

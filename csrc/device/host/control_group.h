@@ -7,9 +7,10 @@
 
 namespace pipedream {
 
-// The smallest value of limit - use among this process's group and the groups around it, as far as the
-// process can see them. File cache that the kernel drops first (inactive_file) does not count as use. The
-// largest size if no group has a limit. root: a prefix of /proc and the mount points, for tests.
+// Returns how many bytes this process may still use: the smallest limit less use among its own group and the
+// groups around it, as far as the process can see them. File cache that the kernel drops first
+// (inactive_file) does not count as use. Returns the largest size if no group has a limit. root: a prefix of
+// /proc and of the mount points, for tests.
 [[nodiscard]] std::size_t control_group_available_bytes(const std::string& root = "");
 
 }  // namespace pipedream

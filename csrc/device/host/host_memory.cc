@@ -35,7 +35,7 @@ std::size_t round_up(std::size_t num_bytes, std::size_t multiple) {
   return (num_bytes + multiple - 1) / multiple * multiple;
 }
 
-// MemAvailable in /proc/meminfo, in bytes; the largest size when it cannot be read.
+// Returns MemAvailable of /proc/meminfo in bytes, or the largest size if it cannot be read.
 std::size_t mem_available_bytes() {
   std::ifstream meminfo("/proc/meminfo");
   std::string line;
@@ -48,8 +48,8 @@ std::size_t mem_available_bytes() {
   return std::numeric_limits<std::size_t>::max();
 }
 
-// Maps memory. A range of at least one huge page begins at a huge page's boundary, so that the kernel can use
-// huge pages from the first byte. Null if the kernel refuses.
+// Maps memory. If it is at least one huge page, it begins at a huge page's boundary, so that the kernel can
+// use huge pages from the first byte. Returns null if the kernel refuses.
 std::byte* map_aligned(std::size_t mapped_bytes) {
   const std::size_t slack_bytes = mapped_bytes >= kHugePageBytes ? kHugePageBytes : 0;
   void* const mapping =

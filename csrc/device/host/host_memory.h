@@ -21,23 +21,23 @@ class HostMemory final : public Memory {
 
  private:
   std::byte* data_ = nullptr;
-  std::size_t size_bytes_ = 0;    // as asked for
-  std::size_t mapped_bytes_ = 0;  // whole pages
+  std::size_t size_bytes_ = 0;    // as the caller asked for
+  std::size_t mapped_bytes_ = 0;  // whole pages of it
 };
 
 // The system's page size: 4 KiB on most machines, 16 or 64 KiB on some machines with ARM processors.
 [[nodiscard]] std::size_t page_bytes();
 
-// Makes the kernel map every page of [data, data + num_bytes), as huge pages if it can. Does not change any
-// byte, even if another process writes there at the time. False if the kernel has no memory left.
+// Makes the kernel map every page of [data, data + num_bytes), as huge pages if it can. No byte changes, even
+// if another process writes there at the same time. Returns false if the kernel has no memory left.
 [[nodiscard]] bool touch_pages(std::byte* data, std::size_t num_bytes);
 
 // Throws UserError "cannot allocate 2.00 GiB (2147483648 bytes) of staging memory on host: <why>; <remedy>".
 [[noreturn]] void throw_not_enough_memory(std::size_t num_bytes, const std::string& what,
                                           const std::string& why);
 
-// The number of bytes that can be allocated without swapping: MemAvailable, or the rest that control groups
-// allow if that is less.
+// Returns how many bytes can be allocated without swapping: MemAvailable of /proc/meminfo, or less if control
+// groups allow less.
 [[nodiscard]] std::size_t host_memory_available_bytes();
 
 }  // namespace pipedream

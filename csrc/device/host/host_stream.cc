@@ -19,7 +19,7 @@ const std::shared_ptr<HostEventState>& state_of(const Event& event) {
 }
 
 void copy_bytes(void* to, const void* from, std::size_t num_bytes) {
-  if (num_bytes > 0) std::memcpy(to, from, num_bytes);  // memcpy takes no null, even for nothing
+  if (num_bytes > 0) std::memcpy(to, from, num_bytes);  // memcpy() accepts no null pointer, even for 0 bytes
 }
 
 template <class... Functions>
@@ -72,7 +72,7 @@ void HostStream::copy(void* to, const void* from, std::size_t num_bytes) {
 void HostStream::record(Event& event) {
   const std::shared_ptr<HostEventState>& state = state_of(event);
   const std::uint64_t record = state->begin_record();
-  // Nothing is pending, so everything before this record is done. The stream's thread need not be woken.
+  // If nothing is pending, everything before this record is done, and the stream's thread need not be woken.
   if (idle()) {
     state->complete(record);
   } else {

@@ -2,8 +2,8 @@
 //
 //   enqueuing threads --BoundedQueue--> stream thread: runs one operation after the other
 //
-// For wait(event) the stream's thread blocks, as a CUDA stream would. An enqueuing thread never runs the
-// work.
+// When a wait(event) is the next operation, the stream's thread blocks, as a CUDA stream would. An enqueuing
+// thread never runs the work itself.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@
 
 namespace pipedream {
 
-// The state of an event. The event and the operations that use it share the state, so the event may die
+// The state of an event. The event shares it with the operations that use it, so the event may be destroyed
 // before they run. Records are numbered from 1. Record k is complete when everything before it in its stream
 // is done.
 class HostEventState {
@@ -50,7 +50,7 @@ class HostEvent final : public Event {
   const std::shared_ptr<HostEventState> state_ = std::make_shared<HostEventState>();
 };
 
-// One thread per stream, which ends when the stream is destroyed.
+// A HostStream has one thread, which ends when the stream is destroyed.
 class HostStream final : public Stream {
  public:
   HostStream();
@@ -84,14 +84,14 @@ class HostStream final : public Stream {
   void run_operations();
 
   BoundedQueue<Operation> operations_;
-  // num_enqueued_ counts operations before they are pushed, num_done_ after they have run. If the two are
-  // equal, no operation is pending.
+  // num_enqueued_ counts an operation before it is pushed, num_done_ after it has run. If both are equal, no
+  // operation is pending.
   std::atomic<std::uint64_t> num_enqueued_ = 0;
   std::atomic<std::uint64_t> num_done_ = 0;
-  std::thread thread_;  // last: it uses the members above
+  std::thread thread_;  // declared last, because it uses the members above
 };
 
-// Treats the calling thread as a stream: the work is done when the call returns. Owns nothing.
+// Makes the calling thread a stream: work is done when the call returns. Owns nothing.
 class CallerStream final : public Stream {
  public:
   void copy(void* to, const void* from, std::size_t num_bytes) override;
