@@ -45,7 +45,7 @@ struct HostKernels {
                const AdamRange<Element>& range, bool streaming);
 };
 
-// The kernels of one instruction set; null pointers if this build does not have them.
+// The kernels of one instruction set. The pointers are null if this build does not have them.
 struct HostKernelSet {
   const char* name;
   const HostKernels<float>* for_float32;

@@ -92,7 +92,7 @@ void check_tensor(DType dtype, const Tensor& tensor) {
 }
 
 // Whether a step that touches num_bytes should write its weights past the caches. It should if the last-level
-// cache is smaller than that.
+// cache has fewer bytes.
 [[nodiscard]] bool worth_streaming(std::size_t num_bytes);
 
 }  // namespace pipedream

@@ -1,9 +1,9 @@
 // A ThreadTeam is a few threads that share the tasks of one loop with the calling thread, for kernels over
-// large memory. A process has one team, which is started when first needed and joined at exit.
+// large memory. A process has one team. Its threads start when they are first needed, and are joined at exit.
 //
-// A second team harms a process whose OpenMP pool spins between its regions, as torch's does. Team and pool
-// compete for the same cores; even much later an OpenMP region was seen to take 8 ms instead of 0.1 ms. So
-// share_openmp() makes the team run on that pool and start no threads.
+// A second team of threads harms a process whose OpenMP pool spins between its regions, as torch's does. The
+// two compete for the same cores. Even much later an OpenMP region was seen to take 8 ms instead of 0.1 ms.
+// So share_openmp() makes the team run on that pool and start no threads of its own.
 //
 // A call allocates nothing. Each thread has the same share of the tasks at every call, so that its core's
 // caches stay warm. A thread that has done its share takes tasks from other shares, so a late thread delays
@@ -84,8 +84,8 @@ class ThreadTeam {
   void claim_share(int share_index);
   [[nodiscard]] std::int64_t share_begin(int share_index) const;
 
-  std::atomic<bool> in_use_{false};     // by a caller of run()
-  std::atomic<bool> is_helped_{false};  // home_ is known
+  std::atomic<bool> in_use_{false};     // by a thread in run()
+  std::atomic<bool> is_helped_{false};  // whether home_ has a value
   std::atomic<OpenMpParallel> openmp_parallel_{nullptr};
   std::atomic<OpenMpThreadIndex> openmp_thread_index_{nullptr};
   // The caller of run() writes the job before any thread joins it. Threads read it after they have joined.

@@ -1,5 +1,5 @@
-// Defines the codec's number in a frame, and the dtypes that each codec encodes. codec/codec.h has the
-// codecs. Pure functions; any thread.
+// Defines the number by which a frame names its codec, and the dtypes that each codec encodes. codec/codec.h
+// has the codecs themselves. Pure functions; any thread.
 #pragma once
 
 #include <cstdint>

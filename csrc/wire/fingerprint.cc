@@ -1,9 +1,10 @@
-// Computes the fingerprint of bytes, as fast as they come from memory. The bytes are read in stripes of eight
-// words of 64 bits, one word per lane. Each lane has two sums. The first adds the lane's words, so that one
-// changed word always changes the result. The second adds products of each word's halves, with a key that
-// differs between stripes, so that the result depends on the order of words. Then the lanes, the bytes after
-// the last stripe, and the length are mixed. Not cryptographic. Workers compare the results, so it is part of
-// the wire format. Any thread.
+// Computes the fingerprint of bytes, as fast as they come from memory. Workers compare the results, so it is
+// part of the wire format. Not cryptographic. Any thread.
+//
+// The bytes are read in stripes of eight words of 64 bits, one word per lane. Each lane has two sums. The
+// first adds the lane's words, so a change of one word always changes it. The second adds products of each
+// word's two halves, after a key that differs between stripes is mixed in. So it depends on the order of the
+// words. At the end the lanes, the bytes after the last stripe, and the length are mixed.
 #include <array>
 #include <bit>
 #include <cstring>
@@ -15,8 +16,8 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "words are read as they lie in memory");
 
-// Odd constants with about half of their bits set: the fractional parts of the golden ratio, sqrt(2), sqrt(3)
-// and sqrt(5), each made odd.
+// Odd constants with about half of their bits set. They are the fractional parts of the golden ratio,
+// sqrt(2), sqrt(3) and sqrt(5), made odd.
 constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
 constexpr std::uint64_t kRoot2 = 0x6A09E667F3BCC909;
 constexpr std::uint64_t kRoot3 = 0xBB67AE8584CAA73B;
@@ -36,8 +37,8 @@ struct Lanes {
   std::array<Vector, kNumVectors> product{};
 };
 
-// Mixes a word into the state. For every state the step is invertible in the word, so a changed word always
-// changes the result.
+// Mixes a word into the state. For every state this step is invertible in the word, so different words give
+// different states.
 std::uint64_t absorb(std::uint64_t state, std::uint64_t word) {
   return std::rotl((state ^ word) * kGolden, 29) + kRoot2;
 }

@@ -73,7 +73,8 @@ bool is_known_kind(std::uint8_t code) {
          code <= static_cast<std::uint8_t>(FrameKind::kBeat);
 }
 
-// Calls move(a field of `header`, the same field of `wire`) for each field that lies in `wire` by itself.
+// Calls move(field of `header`, same field of `wire`) for each field that `wire` holds as it is. Flags share
+// one byte.
 template <class Header, class Wire, class Move>
 void for_each_field(Header& header, Wire& wire, Move move) {
   move(header.identity.run_id, wire.run_id);
@@ -104,7 +105,7 @@ void for_each_field(Header& header, Wire& wire, Move move) {
   move(header.fields.num_minibatches, wire.num_minibatches);
 }
 
-// Calls visit(the flag's bit, the header's field) for each flag.
+// Calls visit(bit, field of `header`) for each flag.
 template <class Header, class Visit>
 void for_each_flag(Header& header, Visit visit) {
   visit(kFlagPayloadChecksum, header.has_payload_checksum);
@@ -134,8 +135,8 @@ Failure corrupt_field(std::string_view field, Value value, const std::string& ru
   return corrupt(std::string(field) + " " + std::to_string(value) + ", " + rule);
 }
 
-// The number of bytes of a tensor with this shape and dtype. Empty if the number does not fit 64 bits. No
-// dimension may be negative.
+// Returns the number of bytes of a tensor with this shape and dtype, or nothing if it does not fit 64 bits.
+// No dimension may be negative.
 std::optional<std::uint64_t> shape_bytes(const FrameHeader& header) {
   std::uint64_t num_bytes = dtype_bytes(header.dtype);
   bool overflow = false;
@@ -174,7 +175,7 @@ std::optional<Failure> tensor_violation(const FrameHeader& header) {
     return corrupt_field("codec", static_cast<std::uint8_t>(header.codec),
                          "does not apply to " + std::string(dtype_name(header.dtype)));
   }
-  // Only the channel knows how many bytes an encoded tensor has, because they depend on the codec's share.
+  // Only the channel can check the bytes of an encoded tensor, because they depend on the codec's share.
   if (header.codec == CodecKind::kNone && header.tensor_bytes != *num_bytes) {
     return corrupt_field("tensor_bytes", header.tensor_bytes,
                          "shape and dtype make " + std::to_string(*num_bytes));
@@ -198,7 +199,7 @@ std::optional<Failure> tensor_violation(const FrameHeader& header) {
   return std::nullopt;
 }
 
-// The last of the slots that a CREDIT names.
+// Returns the highest slot that a CREDIT grants.
 std::size_t last_slot_of(const FrameHeader& header) {
   return std::size_t{header.slot} + static_cast<std::size_t>(std::bit_width(header.further_slots));
 }
@@ -209,7 +210,7 @@ Failure not_zero(const FrameHeader& header, std::string_view field, Value value)
                        "must be 0 in a " + std::string(frame_kind_name(header.kind)) + " frame");
 }
 
-// Checks that a frame without a tensor has zeros in the tensor's fields. So no bytes can be hidden in fields
+// Checks that a frame without a tensor has zeros in the tensor's fields, so that no bytes can hide in fields
 // that nobody reads.
 std::optional<Failure> tensorless_violation(const FrameHeader& header) {
   if (header.num_tensors != 0) return not_zero(header, "num_tensors", header.num_tensors);
@@ -254,7 +255,7 @@ std::optional<Failure> credit_violation(const FrameHeader& header) {
                        "reaches beyond slot 65535 from slot " + std::to_string(header.slot));
 }
 
-// Checks the rules that must hold before the bytes can be read as fields.
+// Checks the rules that must hold before the bytes may be read as fields.
 std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<const std::byte> bytes) {
   if (wire.magic != kFrameMagic)
     return corrupt_field("magic", wire.magic, "expected " + std::to_string(kFrameMagic));

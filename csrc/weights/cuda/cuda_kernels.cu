@@ -1,7 +1,7 @@
 // Defines the optimizer kernels for CUDA: grid-stride loops, over packs of 16 bytes if the pointers are
-// aligned. The kernels are memory bound, so options are plain branches, the same for all threads, and not
-// template parameters. See element_math.h for the arithmetic. The compiler does not contract multiply-adds,
-// so the bits are those of the host.
+// aligned. Memory limits their speed, so options are plain branches that all threads take alike, and no
+// template parameters. element_math.h has the arithmetic. The compiler does not contract multiply-adds, so
+// the bits are those of the host.
 //
 //   grid.x  blocks that share a tensor's elements
 //   grid.y  tensors of the launch; blocks beyond a small tensor's end return at once
@@ -14,8 +14,8 @@ namespace pipedream {
 namespace {
 
 constexpr int kBlockThreads = 256;
-// The most blocks per tensor. These are several waves on the largest device, so that the last wave does not
-// leave it half idle.
+// The most blocks per tensor. So many blocks run as several waves even on the largest device, so a last wave
+// that is not full costs little.
 constexpr std::int64_t kNumBlocksMax = 4096;
 
 // The number of elements in a pack: as many as there are numbers of the arithmetic's type in 16 bytes.
@@ -37,16 +37,17 @@ __device__ void store_pack(T* values, std::int64_t pack_index, const Pack<T, kEl
   reinterpret_cast<Pack<T, kElements>*>(values)[pack_index] = pack;
 }
 
-// Null counts as aligned: it is not dereferenced.
+// Whether all pointers are aligned to 16 bytes. Null, which is never dereferenced, counts as aligned.
 template <class... Pointers>
 __device__ bool all_aligned(Pointers... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) | ...) % 16) == 0;
 }
 
-// Loads a pack of weights of version v; weight_before() loads a single weight.
+// A pack of weights in the type of the arithmetic.
 template <class Element>
 using WeightPack = Pack<NumberOf<Element>, kPackElements<Element>>;
 
+// Loads a pack of weights of version v; weight_before() loads a single weight.
 template <class Element, template <class> class Tensor>
 __device__ WeightPack<Element> load_weights(const Tensor<Element>& tensor, std::int64_t pack_index) {
   if constexpr (kHasMaster<Element>) {

@@ -9,7 +9,7 @@
 
 namespace pipedream {
 
-// The most tensors per launch: as many as fit in a kernel's arguments, which may have 4 KiB on every device.
+// The most tensors per launch. So many fit in a kernel's arguments, which may have 4 KiB on every device.
 inline constexpr int kTensorsPerLaunch = 48;
 
 template <class Element>
