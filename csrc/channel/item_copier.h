@@ -92,12 +92,12 @@ class ItemCopier {
   Device& device_;
   SlotGroup* const staging_;            // null when the wire reads the tensors
   const std::vector<Lease> residuals_;  // the items use them in turn; empty when the codec keeps none
-  std::size_t num_started_ = 0;         // counted only where there are residuals
+  std::size_t num_started_ = 0;         // counted only if there are residuals
   const Lease encoded_;  // used in the copy stream's order; invalid where nothing is encoded on a device
   const std::function<void()> on_copied_;
   std::unique_ptr<PlacedSlots> placed_slots_;  // null without shared memory, and after end_placing()
   std::unique_ptr<StreamCodec> stream_codec_;  // null when nothing travels encoded
-  std::atomic<std::size_t> num_copies_{0};     // enqueued and not done
+  std::atomic<std::size_t> num_copies_{0};     // copies that are enqueued and not done
   std::unique_ptr<Stream> copy_stream_;  // null when nothing is copied; its callbacks use the members above
   // A second stream for host functions, so that they do not hold up copies. On a device one host function
   // delays the copies behind it by 10 to 30 us. Null on the host, where host functions cause no such delay.

@@ -43,7 +43,7 @@ class PlacedSlots {
 
  private:
   const std::unique_ptr<SharedMemory> memory_;
-  const std::unique_ptr<HostRegistration> registration_;  // null on a device
+  const std::unique_ptr<HostRegistration> registration_;  // null for device memory
   const std::size_t slot_bytes_;
 };
 

@@ -150,7 +150,7 @@ bool ReceiveChannel::grant_slot() {
         received.data = place.data();
         received.num_posted_bytes = place.size();
       }
-      if (staging_ != nullptr) received.staging = staging_->lease();  // any free one
+      if (staging_ != nullptr) received.staging = staging_->lease();  // any free buffer
       received.awaits_item = true;
       if (is_placed_on_device() && received.has_readers()) {
         grant_when_read(received);
@@ -207,7 +207,7 @@ void ReceiveChannel::tell(const Credit& credit) {
   link_.load()->send(std::move(frame));
 }
 
-// ---- Errors of the device: on the thread that drives ----
+// ---- Errors of the device: on the thread that drives the transport ----
 
 template <class Function>
 void ReceiveChannel::on_device(Function function) {
@@ -229,7 +229,7 @@ void ReceiveChannel::finish_copies() {
   }
 }
 
-// ---- Receiving: on the thread that drives ----
+// ---- Receiving: on the thread that drives the transport ----
 
 std::optional<Failure> ReceiveChannel::on_frame(Link& link, const FrameHeader& header,
                                                 std::span<const std::byte> payload) {

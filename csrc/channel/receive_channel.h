@@ -176,13 +176,13 @@ class ReceiveChannel final : public LinkHandler {
   PostedPlaces posts_;
 
   // Guarded by wakeup_'s mutex.
-  RingBuffer<ReceivedItem> inbox_;  // one item per slot, and the end
+  RingBuffer<ReceivedItem> inbox_;  // has room for one item per slot, and for the end
   bool closed_ = false;
 
   // Used by the thread that drives the transport: for each slot number on the wire, the slot that waits for
   // an item, or null. The sender knows of these slots, except those that credits_ holds back.
   std::vector<ReceivedSlot*> granted_;
-  HeldCredits credits_;  // the slots of granted_
+  HeldCredits credits_;  // knows which slots of granted_ the sender knows
 
   // Used by the thread that drives the transport: the item being received.
   std::optional<ReceivedItem> current_;

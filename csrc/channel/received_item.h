@@ -71,7 +71,7 @@ struct ReceivedSlot {
   [[nodiscard]] bool end_reading();
   void drop();  // called once by each holder; any thread
   void wait_for_readers(Stream& stream) const;
-  [[nodiscard]] bool has_readers() const;  // kernels that still read the slot
+  [[nodiscard]] bool has_readers() const;  // whether kernels still read the slot
 
   ReceiverAccess* receiver = nullptr;
   bool awaits_item = false;          // whether it is leased and no item has begun; for the thread that drives

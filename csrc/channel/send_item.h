@@ -77,7 +77,7 @@ struct SendItem {
   Cursor copied;  // the next chunk to copy; earlier ones are copied or enqueued on the copy stream
   Cursor framed;
   std::atomic<std::size_t> num_chunks_copied{0};  // chunks whose copy is complete
-  std::atomic<std::size_t> num_chunks_left{0};    // not yet sent
+  std::atomic<std::size_t> num_chunks_left{0};    // chunks that are not sent yet
 
   // For SendRecord.
   std::int64_t queued_ns = 0;

@@ -55,7 +55,7 @@ struct PieceGradients {
 };
 struct ChunkGradients {
   std::vector<PieceGradients> pieces;
-  std::shared_ptr<void> owner;  // of their memory
+  std::shared_ptr<void> owner;  // keeps their memory alive
 };
 
 class ShardExchange {
@@ -159,7 +159,7 @@ class ShardExchange {
   const WeightVersion first_;
   std::map<ReplicaIndex, Pushed> pushed_;  // for the round that is updated next
   std::optional<ItemFields> told_end_;
-  std::int64_t num_pushed_;     // rounds
+  std::int64_t num_pushed_;     // rounds whose pushes end_push() has ended
   ReplicaIndex next_told_;      // the first replica that tell_end() has not told
   ReplicaIndex next_factored_;  // the first replica that push_factors() has not sent to
   ShardPushes pushes_;
@@ -176,7 +176,7 @@ class ShardExchange {
 
   // Versions.
   WeightVersion newest_;
-  std::map<WeightVersion, SlotIndex> slot_of_;  // versions in the slots
+  std::map<WeightVersion, SlotIndex> slot_of_;  // the slot of each version
   std::optional<SlotIndex> posted_slot_;        // the slot whose places are posted for the next version
   std::map<ReplicaIndex, WeightVersion> newest_pulled_;
   std::size_t num_chunks_pulled_ = 0;  // chunks of the version that is being pulled

@@ -69,7 +69,7 @@ class ShardPushes {
   struct Receiver {
     const ExchangePeer* peer = nullptr;
     std::vector<PushLayout::Chunk> places;  // by chunk
-    std::size_t num_sent = 0;               // chunks of the round
+    std::size_t num_sent = 0;               // chunks of the round that are sent
   };
 
   [[nodiscard]] Result<bool> send(const Receiver& to, std::int64_t num_summed, Deadline deadline);

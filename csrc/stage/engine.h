@@ -155,8 +155,8 @@ class StageEngine {
   [[nodiscard]] std::uint64_t num_completed() const { return times_.num_completed(); }
   // The worker's position: the instruction that it waits for or does.
   [[nodiscard]] std::string position() const;
-  // The failure with the position in front of its message. If a peer's message has a position already, it is
-  // returned unchanged.
+  // The failure with the position in front of its message. What a peer reports by ABORT is returned
+  // unchanged, because it has the peer's position already.
   [[nodiscard]] Failure located(const Failure& failure) const;
   // Adds time to the current item's wait: a wait outside the schedule, or other work that the caller did
   // until the item came.

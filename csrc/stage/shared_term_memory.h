@@ -26,7 +26,7 @@ class SharedTermMemory final : public Memory {
 
  private:
   const std::unique_ptr<SharedMemory> memory_;
-  const std::unique_ptr<HostRegistration> registration_;  // null on a device
+  const std::unique_ptr<HostRegistration> registration_;  // null for device memory
 };
 
 }  // namespace pipedream

@@ -34,7 +34,7 @@ inline constexpr std::int64_t kComputedLater = -1;
 
 struct EngineTotals {
   std::int64_t num_work_items = 0;
-  std::int64_t wait_ns = 0;     // blocked until the input was there
+  std::int64_t wait_ns = 0;     // the time in which inputs were awaited
   std::int64_t compute_ns = 0;  // as the completions reported it
   std::int64_t elapsed_ns = 0;  // from the first ask() to the last completion
 };

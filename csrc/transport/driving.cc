@@ -244,7 +244,7 @@ bool TransportCore::drive_as_waiter(const std::function<bool()>& done) try {
   throw;
 }
 
-// ---- The tasks of a turn: on the thread that drives ----
+// ---- The tasks of a turn: on the thread that drives the transport ----
 
 // Runs all queued tasks. Returns the stop that was requested before they were taken.
 TransportCore::Stop TransportCore::run_tasks() {

@@ -19,8 +19,8 @@ struct Endpoint {
   std::string address{};     // "tcp://127.0.0.1:40001", "inproc://7"
   std::string server_key{};  // the listener's public key; empty without CURVE
   std::string token{};       // a connector must show it if there are no keys, see zmq/token.h
-  std::string rings{};       // see frame_rings.h; empty when frames travel by the connection alone
-  std::string memory{};      // memory of the receive channel's slots (shared_memory.h); empty when not shared
+  std::string rings{};   // the rings' memory (frame_rings.h); empty if all frames travel by the connection
+  std::string memory{};  // memory of the receive channel's slots (shared_memory.h); empty when not shared
 
   friend bool operator==(const Endpoint&, const Endpoint&) = default;
 };

@@ -26,7 +26,7 @@ struct FrameRingsPlan;  // the layout of the shared memory
 
 class FrameRings {
  public:
-  static constexpr std::size_t kNumCells = 256;  // each way
+  static constexpr std::size_t kNumCells = 256;  // of the ring in each direction
 
   // Called by the listener. board, is_quick: the board and the LinkHandler::is_quick() of the calling side.
   // Throws UserError when memory is short. Null when the board has no link number left.
@@ -41,8 +41,9 @@ class FrameRings {
   FrameRings(const FrameRings&) = delete;
   FrameRings& operator=(const FrameRings&) = delete;
 
-  [[nodiscard]] std::string address() const { return memory_->address(); }  // the connector opens it
-  [[nodiscard]] std::uint32_t number() const { return number_; }            // on this side's board
+  // The address of the rings' memory, for the connector. number(): the link's number on this side's board.
+  [[nodiscard]] std::string address() const { return memory_->address(); }
+  [[nodiscard]] std::uint32_t number() const { return number_; }
   // Called when the peer's HELLO arrives. Returns whether the rings are in use from now on.
   [[nodiscard]] bool begin(RingBoard& board);
 

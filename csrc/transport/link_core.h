@@ -104,7 +104,9 @@ class LinkCore : public Link {
 
   // Subclasses call these functions to report what arrived. receive() may end the link.
   void receive(std::span<const std::byte> header_bytes, std::span<const std::byte> payload);
-  void await_hello();                 // a listener's peer is there: its HELLO is due within peer_timeout
+  // The peer's HELLO is due within peer_timeout_s from now. Subclasses call it when a listener's peer has
+  // connected.
+  void await_hello();
   void lost(const std::string& how);  // called after receive() got everything that had arrived
   // Reports that the peer sent bytes that are not a header and a payload.
   void receive_malformed(const std::string& what);
@@ -161,7 +163,7 @@ class LinkCore : public Link {
   State state_ = State::kConnecting;
   bool closing_ = false;  // say BYE as soon as the link is open
   bool said_hello_ = false;
-  std::deque<HeldFrame> waiting_;  // sent before the link was open
+  std::deque<HeldFrame> waiting_;  // frames that were sent before the link was open
   std::uint64_t next_sent_ = 0;    // sequence numbers
   std::uint64_t next_received_ = 0;
   std::optional<Deadline> hello_deadline_;    // set once the peer is known to be there

@@ -36,9 +36,10 @@ namespace {
 constexpr std::size_t kPageBytesMin = 4096;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr const char* kMemfdName = "pipedream";
-constexpr std::string_view kLinkPrefix = "/memfd:pipedream";  // the target of /proc/<pid>/fd/<fd>
-constexpr std::uint64_t kMagic = 0x354D454D53445250;          // "PRDSMEM5" in memory
-constexpr std::size_t kNumClaimsMax = 512;                    // claims by channels
+// The target of the link /proc/<pid>/fd/<fd> begins with this.
+constexpr std::string_view kLinkPrefix = "/memfd:pipedream";
+constexpr std::uint64_t kMagic = 0x354D454D53445250;  // "PRDSMEM5" in memory
+constexpr std::size_t kNumClaimsMax = 512;            // the most channels that can claim one memory
 constexpr auto kOpenerPollPeriod = std::chrono::milliseconds(1);
 
 using Secret = std::array<char, 32>;  // hexadecimal digits

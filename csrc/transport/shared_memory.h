@@ -67,7 +67,8 @@ class SharedMemory {
   SharedMemory& operator=(const SharedMemory&) = delete;
   virtual ~SharedMemory() = default;
 
-  [[nodiscard]] virtual std::byte* data() const = 0;  // starts at the second page
+  // Host memory begins behind the first page of the mapping.
+  [[nodiscard]] virtual std::byte* data() const = 0;
   // Whether the memory lies on the device. Then only the device's streams may read and write it.
   [[nodiscard]] virtual bool on_device() const = 0;
   [[nodiscard]] virtual std::size_t size_bytes() const = 0;

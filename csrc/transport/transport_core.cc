@@ -299,10 +299,11 @@ std::optional<Deadline> TransportCore::next_deadline(const Stop& stop) const {
 void TransportCore::finish() {
   {
     const std::lock_guard lock(mutex_);
-    stopped_ = true;  // driven_ stays true
+    stopped_ = true;  // driven_ stays true, so that no thread drives any more
     running_tasks_.swap(tasks_);
   }
-  for (const std::unique_ptr<LinkCore>& link : links_) link->end();  // links_ changes no more
+  // Needs no lock, because links_ changes no more.
+  for (const std::unique_ptr<LinkCore>& link : links_) link->end();
   active_links_.clear();
   running_tasks_.clear();
   teardown();

@@ -143,7 +143,7 @@ class TransportCore : public Transport {
   virtual void teardown() = 0;
 
  private:
-  static constexpr std::size_t kNumTasksAtFirst = 64;  // grows when needed
+  static constexpr std::size_t kNumTasksAtFirst = 64;  // the queue grows when needed
   // The largest number of rounds for which other threads' posts and arriving frames may keep a poster or a
   // waiter driving.
   static constexpr int kNumPosterRoundsMax = 4;
@@ -203,9 +203,9 @@ class TransportCore : public Transport {
   bool driven_ = false;                    // stays true after the end, so that no thread drives then
   bool thread_sleeps_ = false;             // the transport thread sleeps and has not been woken
   bool waiter_sleeps_ = false;             // the waiter sleeps and has not been woken
-  std::optional<std::thread::id> waiter_;  // in drive_until()
+  std::optional<std::thread::id> waiter_;  // the thread in drive_until()
   bool interrupted_ = false;               // interrupt() was called since the waiter last slept
-  bool stopped_ = false;                   // no more tasks
+  bool stopped_ = false;                   // no more tasks are taken
   int num_wanting_all_ = 0;
   RingBoard* board_ = nullptr;  // null without rings; the mutex guards the board's wish, not the pointer
 
@@ -218,8 +218,8 @@ class TransportCore : public Transport {
   bool some_ended_ = false;               // an active link ended since the transport thread's last turn
   std::vector<LinkCore*> greeted_links_;  // links that wait for HELLO, and some that no longer do
   std::vector<PeerLife*> active_peers_;   // peers of the active links, and some whose links have all ended
-  Deadline last_check_;                   // the last check of active_peers_
-  Deadline next_check_;                   // when a peer may first be silent; not set without beats
+  Deadline last_check_;                   // when active_peers_ were last checked
+  Deadline next_check_;  // when a peer may count as silent at the earliest; unused without beats
   std::vector<Task> running_tasks_;
   std::vector<std::uint64_t> noted_;
   Deadline next_beat_;

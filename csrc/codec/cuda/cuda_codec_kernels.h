@@ -33,7 +33,7 @@ struct TopKScratch {
   std::uint32_t num_equal[kTopKPartsMax];
 };
 
-// Loads all kernels; see cuda_launch.h.
+// Loads all kernels, because their first launch would hold up other threads (cuda_launch.h).
 int load_codec_kernels();
 
 // These functions do on the device what the codecs' host functions do. They are defined for T = float and

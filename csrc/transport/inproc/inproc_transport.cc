@@ -115,7 +115,7 @@ class InprocLink final : public LinkCore {
   [[nodiscard]] const std::string& address() const override { return address_; }
 
   InprocLink* peer_ = nullptr;  // guarded by the registry's mutex
-  DeliveryCount& deliveries_;   // of this link's transport
+  DeliveryCount& deliveries_;   // counts the deliveries of this link's transport
   const std::uint64_t number_;
   const std::string address_ = std::string(kScheme) + std::to_string(number_);
 };

@@ -25,7 +25,8 @@ namespace pipedream {
 // thread.
 class ZapDomains {
  public:
-  // token: empty where there are keys. on_enter: called by the handler when a connection is let in.
+  // Adds a listening link as a domain. token: empty if links have keys. on_enter: called by the handler when
+  // a connection is let in.
   void add(const std::string& domain, std::string token, std::function<void()> on_enter);
   // Call it on the thread that runs ZapHandler::answer(), or when answer() cannot run, because answer() calls
   // on_enter. Idempotent.

@@ -244,7 +244,7 @@ void ZmqLink::watch_traffic() {
   monitor_fd_ = descriptor_of(zmq_, monitor_);
   transport().watch(socket_fd_, name());
   transport().watch(monitor_fd_, name() + 1);
-  look_for_traffic();  // earlier traffic may have been reported already
+  look_for_traffic();  // traffic before this may have been reported already
 }
 
 void ZmqLink::look_for_traffic() {

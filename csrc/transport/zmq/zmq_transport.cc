@@ -118,7 +118,7 @@ class ZmqTransport final : public TransportCore {
   const int zap_fd_;
 
   // Used by the thread that drives the transport.
-  bool zap_is_ready_ = true;  // earlier requests may have been reported already
+  bool zap_is_ready_ = true;  // true, because requests before the first turn may have been reported already
   bool rings_have_more_ = false;
   std::vector<ZmqLink*> delivering_;
 };
