@@ -3,7 +3,7 @@
 //   layers    as one list per figure, with one entry per layer
 //   stages    as tuples (first_layer, last_layer, num_replicas)
 //   factors   as a list per layer of (weight_bytes, factor_bytes, product_s), one for each weight whose
-//             gradient may be pushed as factors; an empty list if there is none at all
+//             gradient may be pushed as factors; an empty list if no layer has such a weight
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -11,20 +11,21 @@
 
 namespace pipedream {
 
-// The most slots that may be granted and not yet filled at a time. A receiver with more slots grants the rest
-// later.
+// The most slots that may be granted and not yet filled at a time. A receiver with more slots grants them
+// later, as slots are filled.
 inline constexpr std::size_t kNumGrantsMax = 4096;
 
 // The place that the receiver has posted for the item that fills a slot. With 0 bytes nothing is posted, and
 // the item lands in the slot's own memory.
 struct PostedRange {
-  std::size_t offset = 0;  // from the start of the shared memory, if there is any
+  std::size_t offset = 0;  // in the receiver's shared memory
   std::size_t num_bytes = 0;
 };
 
 class GrantedSlots {
  public:
-  // False when the slot is granted already or too many slots are. Then the receiver has broken the protocol.
+  // False when the slot is granted already, or kNumGrantsMax slots are. Then the receiver has broken the
+  // protocol.
   [[nodiscard]] bool add(std::uint16_t slot, PostedRange range = {}) {
     if (is_granted_.test(slot) || slots_.full()) return false;
     is_granted_.set(slot);

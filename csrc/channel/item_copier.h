@@ -50,8 +50,8 @@ class ItemCopier {
   // Begins an item that has got a slot of the receiver. If nothing has to be copied, all its chunks can be
   // framed now.
   void start(SendItem& item);
-  // Copies the rest of the item, at once or on the copy stream. False when no more copies may be enqueued:
-  // call again after the next on_copied.
+  // Copies all of the item that is not copied yet, at once or on the copy stream. False when no more copies
+  // may be enqueued: call again after the next on_copied.
   [[nodiscard]] bool copy(SendItem& item);
   // Waits until no copy is under way. Throws DeviceError.
   void synchronize();

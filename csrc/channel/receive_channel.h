@@ -182,14 +182,14 @@ class ReceiveChannel final : public LinkHandler {
   // Used by the thread that drives the transport: for each slot number on the wire, the slot that waits for
   // an item, or null. The sender knows of these slots, except those that credits_ holds back.
   std::vector<ReceivedSlot*> granted_;
-  HeldCredits credits_;  // knows which slots of granted_ the sender knows
+  HeldCredits credits_;  // knows which slots the sender knows of
 
   // Used by the thread that drives the transport: the item being received.
   std::optional<ReceivedItem> current_;
   std::uint16_t current_slot_ = 0;
   std::size_t tensor_index_ = 0;    // of the tensor that is being received
   std::size_t tensor_offset_ = 0;   // bytes of this tensor that have arrived
-  std::size_t num_item_bytes_ = 0;  // bytes of the item so far
+  std::size_t num_item_bytes_ = 0;  // bytes of the item that have arrived
   std::size_t num_first_bytes_ = 0;
   std::int64_t arrived_ns_ = 0;        // when the first chunk was noticed
   std::int64_t first_arrival_ns_ = 0;  // when the first chunk was in its slot

@@ -75,7 +75,7 @@ struct EdgeChannel {
   Edge edge;
   SendChannel* sends = nullptr;
   ReceiveChannel* receives = nullptr;
-  bool on_device = true;  // false: its items live in host memory on every device
+  bool on_device = true;  // false: its items live in host memory, even if the stage is on a GPU
 };
 
 // The tensors that the completed work item sends.

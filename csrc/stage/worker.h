@@ -238,7 +238,7 @@ class Worker {
   std::vector<std::unique_ptr<VersionSlots>> slots_;   // of each stage
   CpuShare own_cpus_;
   std::unique_ptr<ItemCarrier> carrier_;     // of the exchange
-  std::unique_ptr<ShardExchange> exchange_;  // null where there is none
+  std::unique_ptr<ShardExchange> exchange_;  // null if the stage's shards have one owner
   std::unique_ptr<StageEngine> engine_;
   // Atomic, because pulse() may be called on any thread.
   std::atomic<const StageEngine*> started_engine_{nullptr};

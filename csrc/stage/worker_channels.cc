@@ -63,7 +63,7 @@ SharedMemoryUse Worker::shared_use(const ChannelSpec& spec) const {
   return {identity(spec.channel_id), WireLayout(spec.item, spec.codec).slot_bytes()};
 }
 
-// The use of a term's memory if several channels' items land there.
+// The SharedMemoryUse of a pool term in which several channels' items land.
 SharedMemoryUse Worker::posted_use() const { return {identity(kPostedChannelId), 0}; }
 
 std::unique_ptr<Memory> Worker::share(Receiver& receiver, std::size_t num_bytes) const {

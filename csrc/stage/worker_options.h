@@ -54,7 +54,7 @@ struct ChannelSpec : ChannelOptions {
   ChannelSpec() { num_items_max = 2; }
 
   std::string peer;       // for errors: "stage 1 (rank 1)"
-  bool on_device = true;  // false: items live in host memory on every device
+  bool on_device = true;  // false: items live in host memory, even if the stage is on a GPU
   // Whether the sender writes into the receiver's device memory, so that nothing is staged. Both ends have
   // tested before that the sender can.
   bool places_on_device = false;

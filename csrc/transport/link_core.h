@@ -14,8 +14,8 @@
 // that its own HELLO arrives and the other side reports the same mismatch. Handlers never see HELLO, BYE or
 // BEAT.
 //
-// Threads: send(), close(), counters() and options() run on any thread; the rest runs on the thread that
-// drives the transport.
+// Threads: send(), close(), counters() and options() run on any thread; all other functions run on the thread
+// that drives the transport.
 #pragma once
 
 #include <array>

@@ -282,7 +282,7 @@ std::vector<LinkCore*> TransportCore::links_that_await(const PeerLife& peer) con
   return links;
 }
 
-// The next deadline of the timers that the thread looks after; empty if there is none.
+// The next time at which the transport thread has something to do; empty if no timer runs.
 std::optional<Deadline> TransportCore::next_deadline(const Stop& stop) const {
   std::optional<Deadline> earliest;
   const auto wake_at = [&](Deadline deadline) {

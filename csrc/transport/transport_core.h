@@ -2,7 +2,7 @@
 // inproc/ add the way in which bytes travel.
 //
 //   any thread   send, close, post, listen ---> task queue ---> the thread that drives
-//   poster       post_and_drive(): 1 run tasks  2 deliver quick frames; wake the thread for the rest.
+//   poster       post_and_drive(): 1 run tasks  2 deliver quick frames; wake the thread for other traffic.
 //                post_for_later() leaves both steps to drive_posted(), or to a thread that drives earlier
 //   waiter       drive_until():    sleep, 1 run tasks  2 deliver, until done() is true
 //   thread       loop: 1 run tasks  2 deliver  3 close or time out links, say BEAT  4 sleep

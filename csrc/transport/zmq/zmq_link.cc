@@ -103,7 +103,7 @@ ZmqLink::ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& han
   set_option(zmq::kRcvHwm, 0);
   set_option(zmq::kReconnectIvl, -1);
   set_option(zmq::kConnectTimeout, milliseconds(peer_timeout_s));
-  // At a connector this timeout must not come before the deadline for HELLO, whose error message is better.
+  // At a connector the deadline for HELLO must pass before this timeout, because its error message says more.
   set_option(zmq::kHandshakeIvl,
              milliseconds(role == Role::kConnector ? 2 * peer_timeout_s : peer_timeout_s));
   set_part_bytes_max();
@@ -451,7 +451,7 @@ void ZmqLink::drain_rings() {
 // Delivers the ring's frames first: the sender put them there before it used the connection.
 void ZmqLink::receive_one(ZmqReceived& header) {
   drain_rings();
-  if (socket_ == nullptr) return;  // one of those frames has ended the link
+  if (socket_ == nullptr) return;  // a frame of the ring has ended the link
   if (uses_rings_) rings_->note_brought();
   if (connecting()) peer_fd_ = header.connection_fd();
   if (!header.more()) {
