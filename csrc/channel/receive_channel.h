@@ -182,7 +182,7 @@ class ReceiveChannel final : public LinkHandler {
   // Used by the thread that drives the transport: for each slot number on the wire, the slot that waits for
   // an item, or null. The sender knows of these slots, except those that credits_ holds back.
   std::vector<ReceivedSlot*> granted_;
-  HeldCredits credits_;  // knows which slots the sender knows of
+  HeldCredits credits_;  // says when granted slots are told to the sender
 
   // Used by the thread that drives the transport: the item being received.
   std::optional<ReceivedItem> current_;

@@ -123,8 +123,8 @@ class StageEngine {
   // item follows.
   void begin_evaluation(MinibatchId boundary);
   // Evaluates the weights before the current FORWARD, which is not completed but handed out again afterwards.
-  // Allowed at the first stage of a schedule that drains, during the FORWARD of the first microbatch of a
-  // round.
+  // Allowed at the first stage of a schedule that drains, during the FORWARD of the first microbatch after a
+  // drain.
   void evaluate_first();
   // Says that the run has num_minibatches minibatches. Called at the first stage when the engine hands out
   // the first FORWARD of a minibatch that does not exist. This FORWARD is not completed. events: the events

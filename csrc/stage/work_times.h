@@ -24,7 +24,8 @@ struct Span {
   std::int64_t asked_ns = 0;
   std::int64_t ready_ns = 0;
   std::int64_t completed_ns = 0;
-  std::int64_t wait_ns = 0;  // the part of asked to ready in which it waited for a channel
+  // The part of the time from asked_ns to ready_ns in which a channel had nothing for the item.
+  std::int64_t wait_ns = 0;
   std::int64_t compute_ns = 0;
 };
 

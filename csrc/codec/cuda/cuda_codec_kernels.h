@@ -29,7 +29,7 @@ static_assert(kTopKDigitsMax * kTopKDigitBits >= FloatLayout<double>::kMagnitude
 struct TopKScratch {
   TopKBucket buckets[kTopKDigitsMax + 1];              // indexed by the number of digits examined
   std::uint32_t counts[kTopKDigitsMax][kTopKBuckets];  // of each digit, by bucket; zero again after each topk
-  std::uint32_t num_above[kTopKPartsMax];  // the keys above the smallest chosen key, for each part
+  std::uint32_t num_above[kTopKPartsMax];  // how many keys are above the smallest chosen key, for each part
   std::uint32_t num_equal[kTopKPartsMax];
 };
 
