@@ -15,11 +15,6 @@
 // named by its index, or by its staging buffer's index if it has one. Each slot has a record (ReceivedSlot)
 // with everything else that an item needs, so that receiving an item allocates nothing.
 //
-// With num_posts_max above 0 the slots have no memory. post() names the places where the next items will
-// land, in their order. A slot is granted together with one such place. When the item is dropped its slot
-// becomes free, and its bytes stay in the place. A place that is posted again is granted only after the
-// earlier item has arrived there.
-//
 // Threads: as drawn. The Wakeup's mutex guards the inbox.
 #pragma once
 
@@ -74,9 +69,12 @@ class ReceiveChannel final : public LinkHandler {
 
   void attach(Link& link) { link_.store(&link); }
 
-  // Posts places, in this order, for the next items that have no place yet. Each item has exactly as many
-  // bytes as its place. The memory outlives the channel, and a place must not be read before its item is
-  // taken. Any thread; one at a time.
+  // Posts places, in this order, for the next items that have no place yet. The memory outlives the channel.
+  // Any thread; one at a time. Only for channels with num_posts_max above 0, whose slots have no memory.
+  //
+  // A slot is granted together with one place, and its item has exactly as many bytes. When the item is
+  // dropped its slot becomes free, and its bytes stay in the place. A place may be posted again at once: it
+  // is granted only after its earlier item has arrived. It must not be read before its item is taken.
   void post(std::span<const std::span<std::byte>> places);
 
   // Moves the next received item to `item`; false when there is none. Call it inside Wakeup::wait_until.

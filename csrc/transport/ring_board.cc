@@ -65,6 +65,12 @@ std::shared_ptr<RingBoardOfPeer> RingBoardOfPeer::open(const std::string& addres
   return std::shared_ptr<RingBoardOfPeer>(new RingBoardOfPeer(std::move(memory), std::move(rope)));
 }
 
+// Skips step 3 of the drawing in ring_board.h if the link was marked already. Then the sender that marked the
+// link does step 3. Until step A removes the mark, step c sees it.
+//
+// The first sender that rings takes the wish back, so other senders do not ring. The woken thread looks at
+// all marks before any thread sleeps with a new wish. If this sender is stopped between taking the wish back
+// and ringing, the receiver may sleep until the sender goes on or the next beat comes.
 void RingBoardOfPeer::tell(std::uint32_t number, bool is_urgent) {
   MarkedLinks& links = links_with(plan_, number);
   const std::uint64_t bit = bit_of(number);
@@ -121,7 +127,12 @@ std::uint64_t RingBoard::marks_of(std::uint32_t first) const {
   return links.urgent.load(std::memory_order_relaxed) | links.patient.load(std::memory_order_relaxed);
 }
 
-// Uses atomic read-modify-writes, because a peer may mark the link at the same time: see the header.
+// This is step A of the drawing in ring_board.h, and step 2 changes the same words atomically. If A removes
+// the mark of step 2, step B finds the frame. If step 2 comes after A, the mark stays for the next thread
+// that drives.
+//
+// A thread that leaves frames in a ring marks the link itself. If a ring's next frame must wait for the
+// connection, the thread that reads the connection next reads the ring (ZmqLink::receive_one).
 void RingBoard::unmark(std::uint32_t number) {
   MarkedLinks& links = links_with(number);
   for (std::atomic<std::uint64_t>* word : {&links.urgent, &links.patient}) {
@@ -129,6 +140,9 @@ void RingBoard::unmark(std::uint32_t number) {
   }
 }
 
+// This is step a of the drawing in ring_board.h. There is a full barrier between steps 2 and 3, and between
+// steps a and c. So the sender sees the wish, or the receiver sees the mark. A link's patience works like a
+// part of the wish, because let_wait() is called before step a.
 void RingBoard::wish(std::optional<Patience> patience) {
   if (!patience && !wished_) return;
   wished_ = patience;

@@ -9,21 +9,7 @@
 //   3 reads the wish, and rings the       until it is empty         c looks at the marks once more:
 //     bell if it is wished for                                        has_wished()
 //
-// No frame is lost, whichever side is faster:
-//
-//   2 and A   change one word atomically. If A takes the mark of 2, B finds the frame. If 2 comes after A,
-//             the mark stays for the next turn. A receiver that leaves frames in a ring marks the link
-//             itself. A ring whose next frame must wait for the connection is read by the thread that reads
-//             the connection next (ZmqLink::receive_one).
-//   3 and a   There is a full barrier between 2 and 3, and between a and c. So the sender sees the wish, or
-//             the receiver sees the mark. A link's patience works like a part of the wish: let_wait() comes
-//             before a.
-//   no 3      The sender skips 3 when the link was marked already: the sender that marked it does 3, and
-//             until A the receiver sees the mark in c.
-//   the bell  A sender that rings first takes the wish back, so other senders do not ring. The woken thread
-//             looks at all marks before any thread sleeps with a new wish. If the sender is stopped after it
-//             took the wish back and before it rang, the receiver may sleep until the sender goes on or the
-//             next beat comes.
+// No frame is lost, whichever side is faster; tell(), unmark() and wish() in ring_board.cc say why.
 //
 // All peers are processes of the same user. A peer that writes nonsense here may delay other peers' frames or
 // waste this process's time. Everything read from the board is checked before use.

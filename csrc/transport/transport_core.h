@@ -8,18 +8,9 @@
 //   thread       loop: 1 run tasks  2 deliver  3 close or time out links, say BEAT  4 sleep
 //
 // The thread that drives has set driven_, under the mutex. No thread waits to drive. A thread that has work
-// for the driving thread queues it under the same mutex, and the driving thread looks at the queue once more
-// when it stops driving. So nothing is lost:
-//
-//   a task      is queued. If no thread drives, a sleeper is woken, the waiter before the transport thread
-//   traffic     is reported once, to one sleeper (watch.h). The sleeper drives, or queues the report for the
-//               thread that drives. A link that was read or written is read until it is empty; otherwise it
-//               stays marked and the transport thread is woken for it. This is needed because both reading
-//               and writing may consume the report of further traffic
-//   a frame     in rings (ring_board.h) rings the bell, which is traffic, only for a sleeper that wants it.
-//               A thread that goes to sleep or stops driving says what it wants and then looks once more
-//   a deadline  is the transport thread's. A thread that sets a deadline or ends a link calls need_thread().
-//               Then no other thread begins to drive until the transport thread has had its turn
+// for the driving thread queues it under the same mutex. The driving thread looks at the queue once more when
+// it stops driving. If no thread drives, a sleeper is woken for a queued task: the waiter if it sleeps,
+// otherwise the transport thread. So no task is lost.
 //
 // driving.cc implements the poster and the waiter; transport_core.cc implements the transport thread and the
 // life of the links.
@@ -103,8 +94,8 @@ class TransportCore : public Transport {
   [[nodiscard]] bool is_driven_here() const;
   [[nodiscard]] static bool is_any_driven_here();
 
-  // Makes the transport thread take a turn soon, for work that only it does or has time for. Called on the
-  // thread that drives the transport.
+  // Makes the transport thread take a turn soon, for deadlines and for work that other threads have no time
+  // for. No other thread begins to drive before this turn. Called on the thread that drives the transport.
   void need_thread() { needs_thread_.store(true); }
   // await_hello() is called when a link begins to wait for its HELLO, note_ended() when a link has ended.
   // Both call need_thread().
@@ -132,8 +123,11 @@ class TransportCore : public Transport {
   // Takes the link over and starts it. Throws UserError after shutdown.
   Link& add(std::unique_ptr<LinkCore> link);
 
-  // The functions below run on the thread that drives the transport. note_ready: the descriptor with this
-  // name is readable.
+  // The functions below run on the thread that drives the transport.
+  //
+  // note_ready() says that the descriptor with this name is readable. This is reported once, to one sleeper
+  // (watch.h). Both reading and writing may consume the report of further traffic. So a link that was read or
+  // written is read until it is empty, or it stays marked and the transport thread is woken for it.
   virtual void note_ready(std::uint64_t name) = 0;
   // Reads from each link that may have traffic, up to a bounded number of frames.
   virtual void deliver(Driver driver) = 0;
