@@ -1,6 +1,6 @@
-"""Runs one replica's part of a parameter server with asynchronous shards. Each gradient of a replica makes a
-separate update, as soon as the gradient arrives. The replica that pushed the gradient gets the updated shard
-back, as an answer.
+"""Runs one replica's part of a parameter server with asynchronous shards. Each replica owns one shard of the
+stage's parameters. The owner updates its shard with each gradient as soon as the gradient arrives, and sends
+the updated shard back to the replica that pushed the gradient.
 
     replica q, its part of round j                 the owner of another shard
     SEND push    its gradient, chunk by chunk ---> each chunk: the optimizer's step of this gradient alone
@@ -9,17 +9,18 @@ back, as an answer.
                                                    it has: j + 1 of replica q, and those of others so far
 
 No replica waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam,
-OSDI'14). A gradient is the weighted mean over a replica's microbatches of a round. It is not divided by r: r
-replicas make r updates, each with the full learning rate. A replica receives its answer before it pushes
-again, so the owner of a shard needs memory for one answer per replica. An owner has this memory:
+OSDI'14). In a round each replica has the same number of microbatches, and pushes their weighted mean
+gradient. With r replicas a round makes r updates, each with the full learning rate. A replica receives the
+answer to a push before it pushes again, so an owner keeps at most one answer per replica. An owner has this
+memory:
 
     master     the shard as it is now, in memory that forwards do not read
     answers    one copy of the shard for each other replica, until it has been sent
     slots      the versions that forwards read, as with shards that are not asynchronous
 
-There are two threads. The worker's compute thread pushes, makes the replica's own updates and pulls. The
-other thread serves the other replicas, whatever the compute thread does. A lock guards the master, the
-optimizer and the count of updates. At the end all replicas get the masters with every gradient in them.
+Two threads work here. The worker's compute thread pushes, makes the replica's own updates and pulls. A second
+thread serves the other replicas at any time. A lock guards the master, the optimizer and the count of
+updates. When the run ends, each owner sends all replicas its master, which then has every gradient.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = ["NUM_ORDERED_MAX", "AsynchronousServer"]
 
 
 NUM_ORDERED_MAX = 1 << 20  # a longer order of updates is not reported
-_NUM_MEASURED_MAX = 8  # updates for others; the first ones make the optimizer's state
+_NUM_MEASURED_MAX = 8  # measured updates for other replicas; the first ones make the optimizer's state
 
 
 class AsynchronousServer(ShardClient):
@@ -78,10 +79,10 @@ class AsynchronousServer(ShardClient):
         self._master = _chunks_in(master, own_chunks)
         self._answers = {other: _chunks_in(memory, own_chunks) for other, memory in answers.items()}
         self._own: deque[list[Tensor | None]] = deque()
-        """This replica's gradients of rounds that it has pushed, but not yet used for its own shard. Each
-        list is by parameter."""
+        """The gradients that this replica has pushed, and not yet used for its own shard: one list per round,
+        each by parameter."""
         self._own_round: list[Tensor | None] | None = None
-        """The gradients of the next update that this replica makes with its own gradients."""
+        """This replica's gradients for the next apply()."""
         first = self._newest = self._rounds.first_version
         self._contained: dict[int, tuple[int, int]] = {first: (first * self._rounds.num_replicas,) * 2}
         for place, chunk in zip(self._master, own_chunks, strict=True):
@@ -104,18 +105,19 @@ class AsynchronousServer(ShardClient):
         self._num_unmeasured = 0 if self._stream is not None else _NUM_MEASURED_MAX
         # State of both threads.
         self._lock = threading.Condition()
-        """Guards the attributes below, and the contents of the master and the optimizer. Threads that wait on
-        it are notified when a gradient of another replica is in the shard, and when no more will come."""
+        """Guards the attributes below, the master and the optimizer. Threads that wait on it are woken when
+        another replica's gradient is in the shard, and when no more gradients will come."""
         self._pieces = self._pieces_of_master(layout)
         self._round_of = [first] * self._rounds.num_replicas
         """By replica: the round of its next gradient."""
         self._num_updates = [first * self._rounds.num_replicas] * len(self._parts)
-        """By part: the gradients in it. Each earlier round counts as one gradient of each replica."""
+        """For each part, the number of gradients in it. Each earlier round counts as one gradient of each
+        replica."""
         self._order: list[int] = []
-        """The replica of each update of a part in this run, in order of time."""
+        """The replica of each update of a part, in the order in which this run made the updates."""
 
     def _pieces_of_master(self, layout: ShardLayout) -> list[Tensor]:
-        """Returns views of the master's pieces, in the optimizer's order."""
+        """Returns the pieces of this shard as views of the master, in the optimizer's order."""
         places = {
             id(piece): (place, piece)
             for place, chunk in zip(self._master, self._own_chunks, strict=True)
@@ -134,7 +136,7 @@ class AsynchronousServer(ShardClient):
         flat = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
         return flat.view(leaf.dtype).data
 
-    # The replica's own gradients: its compute thread.
+    # The compute thread calls these functions for the replica's own gradients.
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """Prepares the update of this shard with the replica's own gradient of the minibatch's round."""
@@ -209,7 +211,7 @@ class AsynchronousServer(ShardClient):
         try:
             yield
         except _core.RunFailure:
-            self._raise_failure()  # a failure of the serving thread also ends the wait
+            self._raise_failure()  # if the serving thread has failed, its error is the cause
             raise
         finally:
             self._core.stop_serving()
@@ -220,14 +222,15 @@ class AsynchronousServer(ShardClient):
             raise self._failure
 
     def record(self) -> dict[str, Any]:
-        """Returns, after the run, the shard's updates and the versions that this replica has read. "parts"
-        and "order" are as in report.result.UpdateOrder. "contained" has a pair for each of
-        the replica's versions: the fewest gradients that a part contains, and the most."""
+        """Returns a record of the shard's updates and of the versions that this replica has read. Call it
+        after the run. "parts" and "order" are as in report.result.UpdateOrder. "contained" has a pair for
+        each version: the fewest gradients that a part of the version contains, and the most."""
         parts = [
             [(self._names[piece.parameter], piece.first, piece.count) for piece in part.pieces]
             for part in self._parts
         ]
-        # A stage that trains nothing has no parts. So nothing is counted, and the version's number is given.
+        # A stage that trains nothing has no parts and counts no gradients, so a version's number stands for
+        # both counts.
         versions = range(self._rounds.first_version, self._newest + 1)
         for version, counts in self._exchange.contained().items():
             self._note_contained(version, counts)
@@ -235,7 +238,7 @@ class AsynchronousServer(ShardClient):
         order = self._order if len(self._order) <= NUM_ORDERED_MAX else []
         return {"parts": parts, "order": order, "contained": contained}
 
-    # Serving the others: one more thread.
+    # The second thread calls these functions to serve the other replicas.
 
     def _serve_all(self) -> None:
         try:
@@ -261,8 +264,8 @@ class AsynchronousServer(ShardClient):
             self.serve(self._awaiting[index], item)
 
     def serve(self, other: int, item: _core.ReceivedItem) -> None:
-        """Receives an item that another replica has pushed. A part is applied and answered when all its
-        chunks have been received."""
+        """Takes one chunk that another replica has pushed. After the last chunk of a part, updates the part
+        and sends it back."""
         self._awaiting.remove(other)
         if item.fields.is_end_of_data:
             return
@@ -291,7 +294,7 @@ class AsynchronousServer(ShardClient):
         return self._step_meter.peak_bytes
 
     def _gradients_in(self, part: ShardPart, items: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
-        """The gradients in the items, by the part's pieces."""
+        """Returns the gradients in the items, one for each piece of the part."""
         gradients = {
             id(piece): self._piece_in_item(tensors, position, piece)
             for (_, chunk), tensors in zip(part.chunks, items, strict=True)
@@ -301,8 +304,9 @@ class AsynchronousServer(ShardClient):
 
     def _answer(self, other: int, index: int, gradients: Sequence[Tensor | None]) -> None:
         channel, part = self._channels.pull_to[other], self._parts[index]
-        # The replica has received the answers to its earlier pushes, so this call does not wait. The core
-        # frees the items of these answers here.
+        # The other replica pushes a part again only after it has received the part's previous answer. So at
+        # most the answers to this round's earlier chunks are unsent, and the call below does not wait. It
+        # makes the core free the answers that have been sent.
         num_answered = part.chunks[0][0]
         self._core.wait_until_sent(channel, num_answered)
         with self._lock:
@@ -335,10 +339,10 @@ class AsynchronousServer(ShardClient):
         part = content.view(torch.uint8)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
         return part.view(self._leaves(0, 0)[piece.parameter].dtype)
 
-    # For both threads.
+    # Both threads call these functions.
 
     def _to_keep(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns the gradients where they lie, or copies if the optimizer may keep or change them."""
+        """Returns the gradients themselves, or copies if the optimizer may keep or change them."""
         if self._steps_by_element:
             return gradients
         return [None if gradient is None else gradient.clone() for gradient in gradients]
@@ -361,8 +365,8 @@ class AsynchronousServer(ShardClient):
 
 
 def _own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | None:
-    """Returns the piece's part of this replica's gradients; None if the parameter has no gradient. gradients:
-    by parameter, flat."""
+    """Returns the piece's part of this replica's gradients, which are flat and by parameter; None if the
+    parameter has no gradient."""
     gradient = gradients[piece.parameter]
     return None if gradient is None else gradient[piece.first : piece.first + piece.count]
 

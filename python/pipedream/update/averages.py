@@ -31,7 +31,7 @@ _OWN = (-1, 0)
 
 class Averages:
     """The averages of the parameters that a stage updates, and of tied parameters that it uses and another
-    stage updates. Pieces of parameters are allowed in place of parameters."""
+    stage updates. If the stage updates only pieces of parameters, each piece has an average."""
 
     def __init__(
         self, decay: float, updated: NamedParameters, used: Mapping[int, NamedParameters] | None = None
@@ -74,8 +74,8 @@ class Averages:
         self._tensors = [on_host(tensor) for tensor in self._tensors]
 
     def add(self, first: int, leaves: Sequence[Tensor]) -> None:
-        """Adds these parameters of the next version to the averages. `first`: the position of the first of
-        these parameters in the optimizer's order."""
+        """Adds parameters of the next version to the averages: as many as there are leaves, from position
+        `first` on in the optimizer's order."""
         self._add(self._tensors[first : first + len(leaves)], leaves, _OWN)
 
     def end_version(self) -> None:
@@ -83,7 +83,7 @@ class Averages:
         self._counts[_OWN] = self._counts.get(_OWN, 0) + 1
 
     def add_used(self, owner: int, replica: int, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
-        """Adds the pieces of the next version that this replica of the owner has made."""
+        """Adds pieces of the owner's next version to the averages. `replica` of the owner has made them."""
         begin = self._begin_of[owner]
         targets = [piece_of(self._tensors[begin + piece.parameter], piece) for piece in pieces]
         self._add(targets, values, (owner, replica))
@@ -101,7 +101,7 @@ class Averages:
             torch._foreach_lerp_(targets, [*values], 1.0 - self.decay)
 
     def updated_values(self) -> list[Tensor]:
-        """The averages of the parameters that the stage updates, in the optimizer's order."""
+        """Returns the averages of the parameters that the stage updates, in the optimizer's order."""
         return self._tensors[: self._num_updated]
 
     def used_values(self, owner: int) -> list[Tensor]:
@@ -109,20 +109,20 @@ class Averages:
         ends = [other for other in self._begin_of.values() if other > begin]
         return self._tensors[begin : min(ends, default=len(self._tensors))]
 
-    # For checkpoints: by name.
+    # Checkpoints store the averages by name.
 
     def named_values(self) -> dict[str, Tensor]:
         return {name: tensor for (name, _), tensor in zip(self._named, self._tensors, strict=True)}
 
     @property
     def count(self) -> int:
-        """Versions of the stage's own parameters that were averaged."""
+        """The number of versions of the stage's own parameters that were averaged."""
         return self._counts.get(_OWN, 0) + self._count_before
 
     def go_on(self, values: Mapping[str, Tensor], count: int) -> None:
-        """Continues from averages over `count` versions. values: the averages by name. A piece is found by
-        its own name or by that of the whole parameter. If a value is missing, the averages start again with
-        the next version."""
+        """Continues from averages over `count` versions. values: the averages by name. A piece takes the
+        value with its own name, or its part of the whole parameter's value. If a value is missing, the
+        averages start again with the next version."""
         found = [value for name, _ in self._named if (value := _value_of(name, values)) is not None]
         if count > 0 and len(found) == len(self._named):
             self._tensors = found

@@ -1,18 +1,17 @@
 """Replicas may send each other factors in place of gradients. The gradient of a fully connected layer's
 weight is the product of two matrices, its factors. If the factors are smaller than the gradient, replicas
-send each other the factors. Each replica then computes the mean gradient, and the next version of the weight,
-for itself.
+send each other the factors. Each replica then computes the mean gradient and the weight's next version.
 
-With r replicas, a weight of M x N, and factors of K rows, a replica sends so many numbers in a round:
+With r replicas, a weight of M x N, and factors of K rows, a replica sends this many numbers in a round:
 
     as a gradient     2 (r - 1) / r  M N     gradients to the owners of shards, and its shard's new version
     as factors        (r - 1)  K (M + N)     its factors to each other replica
 
 So factors are fewer bytes if K r (M + N) < 2 M N (Zhang et al., Poseidon, ATC 2017, section 4.2). The rule is
-in planning/factor_rule.py. Each replica stacks all replicas' factors of the round, in the order of the
-replicas, and multiplies them by one call. So all replicas get the same mean, bit for bit. A trial before the
-run shows whether replicas multiply alike. No version of these weights is sent, because all replicas make the
-same one. Owned by the worker's compute thread.
+in planning/factor_rule.py. Each replica stacks the factors of all replicas in the order of the replicas, and
+multiplies the two stacks by one call. So all replicas get the same mean, bit for bit. A trial before the run
+shows whether replicas multiply alike (worker/factor_choice.py). No replica sends a version of these weights,
+because all replicas make the same version. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -105,24 +104,24 @@ def item_of(
 
 
 def factors_of(tensors: Sequence[Tensor]) -> list[Factors | None]:
-    """Returns the factors in an item of item_of(), in the order of the layers; None for a layer that has
-    none."""
+    """Reads an item that item_of() has made. Returns the factors in the order of the layers; None for a layer
+    that has none."""
     has_any, *rest = tensors
     pairs = zip(rest[::2], rest[1::2], strict=True)
     return [Factors(*pair) if has else None for has, pair in zip(has_any.tolist(), pairs, strict=True)]
 
 
 def mean_product(factors: Mapping[int, Factors], num_members: int) -> Tensor:
-    """Returns the mean gradient of a weight over a round. factors: of each replica that has factors, at least
-    one. num_members: the number of minibatches in the round."""
+    """Returns the mean gradient of a weight over a round. factors: by replica, without replicas that have
+    none; at least one entry. num_members: the number of minibatches in the round."""
     gradients, inputs = _stacked([factors[replica] for replica in sorted(factors)])
     return torch.mm(gradients.div_(num_members).t(), inputs)
 
 
 def _stacked(factors: Sequence[Factors]) -> Factors:
-    """Stacks the rows of all factors in two new tensors, even if there is only one pair of factors. Torch
-    aligns new memory equally at all replicas. With another alignment a product might be added up in another
-    order, and so have other bits."""
+    """Stacks the rows of all factors in two new tensors, even if there is only one pair of factors. The order
+    in which a product is added up, and so its bits, depends on the alignment of the memory. Torch aligns new
+    memory equally at all replicas."""
     gradients, inputs = zip(*factors, strict=True)
     return Factors(torch.cat(gradients), torch.cat(inputs))
 
@@ -137,7 +136,8 @@ def _copy(factor: Tensor) -> Tensor:
 
 
 class FactorExchange:
-    """Exchanges the factors of one stage's weights. At least one weight is pushed as factors."""
+    """Exchanges the factors of one stage's weights between the replicas. At least one weight is pushed as
+    factors."""
 
     def __init__(
         self,
@@ -148,9 +148,8 @@ class FactorExchange:
         num_replicas: int,
         device: torch.device,
     ) -> None:
-        """weights: in the order of the stage's parameters.
-        layers: for each weight's name, the layers that use the weight. Inside running() they compute
-            factors."""
+        """weights: the weights pushed as factors, in the order of the stage's parameters.
+        layers: by the weight's name, the layers that use it. They compute factors inside running()."""
         self._weights = weights
         self._index_of = {weight.parameter: index for index, weight in enumerate(weights)}
         self._replica = replica
@@ -161,7 +160,7 @@ class FactorExchange:
         self.around_backward = self._layers.backward
         self._pushed: list[Factors | None] | None = None  # factors of the round that is being pushed
         self._of_rounds: dict[int, dict[int, list[Factors | None]]] = {}
-        """The factors of each weight, by round and replica, until the update of the round."""
+        """The factors of each weight, by round and replica. Each round's are kept until its update."""
 
     @property
     def parameters(self) -> list[int]:
@@ -184,11 +183,11 @@ class FactorExchange:
 
     @property
     def has_pushed(self) -> bool:
-        """Whether the factors of the round that is being pushed have been sent."""
+        """Whether begin_push() has taken the round's factors, and end_push() has not been called yet."""
         return self._pushed is not None
 
     def end_push(self, round_index: int) -> None:
-        """Ends the push of a round. This replica's own factors are kept, because the mean needs them too."""
+        """Ends the push of a round. Keeps this replica's own factors, because the mean needs them too."""
         assert self._pushed is not None
         self._of_rounds.setdefault(round_index, {})[self._replica] = self._pushed
         self._pushed = None
@@ -210,8 +209,8 @@ class FactorExchange:
         del self._of_rounds[round_index]
 
     def check(self, gradients: Sequence[Tensor | None]) -> None:
-        """Raises PipelineError if a weight has an accumulated gradient that is not in any layer's factors,
-        because that gradient would be lost. gradients: the accumulated gradients, by parameter."""
+        """Raises PipelineError if a weight has an accumulated gradient. The weight's layers give factors, so
+        the gradient comes from another use and would be lost. gradients: by parameter."""
         for weight in self._weights:
             if gradients[weight.parameter] is not None:
                 raise PipelineError(

@@ -2,9 +2,10 @@
 are collected, measured, and clipped or unscaled. Then the optimizer uses them, unless they overflowed.
 
 If the schedule drains every minibatch, a norm is taken over all stages. Otherwise it is taken per stage,
-because a wider norm would make stages wait for each other. The norm is taken of the mean gradient over a
-round. Each replica of a stage has only the part of the mean gradient that it updates. Owned by the worker's
-compute thread.
+because a wider norm would make stages wait for each other. The norm is that of the mean gradient over a
+round, the minibatches of one update. With shards each replica has only its own part of the mean gradient, so
+the replicas add up their norms. After an all-reduce each replica has the whole mean gradient. Owned by the
+worker's compute thread.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ _NORM_ELEMENTS_MAX = 1 << 20  # elements of a bfloat16 gradient that are widened
 
 
 class GradientFigures(NamedTuple):
-    """The squared norm and the overflow flags of some gradients. Figures of several parts or stages can be
-    added."""
+    """The squared norm and the overflow flags of some gradients. The figures of several parts or stages are
+    added by `+`."""
 
     squared_norm: float = 0.0
     overflowed: bool = False
     told: bool = False
     """Whether activations of the round have reported an overflow upstream (loss_scale.py)."""
 
-    def __add__(self, other: object) -> GradientFigures:  # adds figures; a tuple would concatenate
+    def __add__(self, other: object) -> GradientFigures:  # `+` of tuples would concatenate them
         assert isinstance(other, GradientFigures)
         return GradientFigures(
             self.squared_norm + other.squared_norm,
@@ -85,8 +86,8 @@ def figures_of(gradients: Sequence[Tensor | None]) -> GradientFigures:
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the norms of the gradients. A bfloat16 gradient is cut into parts, which have one norm each.
-    Torch would round the norm of the whole tensor to bfloat16, or need a float32 copy of the tensor."""
+    """Returns the norms of the gradients. A bfloat16 gradient is cut into parts with one norm each. Torch's
+    norm of the whole tensor would be rounded to bfloat16, or would need a float32 copy of the tensor."""
     narrow = [
         part for g in gradients if has_master(g) for part in torch.split(flat_view(g), _NORM_ELEMENTS_MAX)
     ]
@@ -111,14 +112,14 @@ class StageGradients:
         self._overflowed = False
 
     def num_bytes(self, own_slot: int) -> int:
-        """Bytes of the gradients that backwards have accumulated so far."""
+        """Returns the bytes of the gradients that backwards have accumulated so far."""
         tied = self._weights.tied.values()
         leaves = [leaf for group in tied for slot in range(group.num_slots) for leaf in group.leaves(slot)]
         return storage_bytes([leaf.grad for leaf in (*self._weights.own.leaves(own_slot), *leaves)])
 
     @property
     def around_backward(self) -> Region | None:
-        """The region that a backward of the stage runs in."""
+        """The context in which a backward of the stage runs; None if it needs none."""
         return None
 
     def whole_slot(self, newest_slot: int) -> int:
@@ -127,30 +128,32 @@ class StageGradients:
         return newest_slot
 
     def begin_backward(self) -> None:
-        """Prepares a backward. It may wait until there is room for the gradients of the backward."""
+        """Prepares a backward. A subclass may wait here until there is memory for the new gradients."""
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
-        """Prepares the last backward of the minibatch at this replica. loss_scale: the factor of its loss."""
+        """Prepares the last backward of the minibatch at this replica. loss_scale: the factor by which the
+        minibatch's loss is multiplied."""
 
     def part_gradients(self, own_slot: int) -> None:
-        """Gives each gradient its own memory. Call it after a backward to whose gradients the next one adds:
-        two gradients in one memory would get the sum of both. own_slot: the slot that the backward read."""
+        """Gives each gradient its own memory. Call it after a backward whose gradients the next backward
+        adds to. Autograd may give two parameters gradients in one memory, and each would then get the sum of
+        both. own_slot: the slot that the backward read."""
         self._weights.own.part_gradients(own_slot)
         self._tied.part_gradients()
 
     def move(self, from_slot: int, to_slot: int) -> None:
-        """Moves the round's gradients to another slot, because the next backward reads the version there."""
+        """Moves the round's gradients to the leaves of another slot, which the next backward reads."""
         self._weights.own.move_gradients(from_slot, to_slot)
 
     def rescale(self, own_slot: int, factor: float) -> None:
-        """Multiplies the round's gradients, because the loss of the next backward has a scale larger by
-        this factor."""
+        """Multiplies the round's gradients by the factor, because the next backward's loss has a scale that
+        is larger by this factor."""
         self._weights.own.scale_gradients(own_slot, factor)
         self._tied.rescale(factor)
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """Collects the gradients of the minibatch: this stage's own, and for tied parameters those that other
-        stages have sent.
+        """Collects the gradients of the minibatch: those of this stage, and the gradients of tied parameters
+        that other stages have sent.
         own_slot: the slot of the version that the last backward read."""
         self._taken = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
 
@@ -158,7 +161,8 @@ class StageGradients:
         return figures_of(self._taken)
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
-        """Makes the next version of the parameters."""
+        """Makes the next version of the parameters. gradient_scale: the optimizer uses the gradients times
+        this factor. run: runs the optimizer's step."""
         tied_read, tied_write = self._tied.begin_update()
         read, write = self._leaves(read_slot, tied_read), self._leaves(write_slot, tied_write)
         run(functools.partial(self._optimizer.step, read, write, self._taken, gradient_scale))
@@ -182,7 +186,7 @@ class StageGradients:
         is_over: whether the whole run ends, not only a segment."""
 
     def take_overflow(self) -> bool:
-        """Whether an update was skipped since the last call."""
+        """Returns whether an update was skipped since the last call."""
         overflowed, self._overflowed = self._overflowed, False
         return overflowed
 
@@ -253,9 +257,9 @@ def _goes_upstream(edge: _core.Edge) -> bool:
 
 
 def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor | None:
-    """Returns the gradient flat, in the leaf's order in memory, and without the loss scale. Copies a scaled
-    gradient: a view of the parameter, such as p.view(2, -1), gives the parameter a gradient in memory that
-    the rest of the backward, or another parameter's gradient, still uses."""
+    """Returns the gradient flat, in the leaf's order in memory, and without the loss scale. A scaled gradient
+    is copied, because its memory may have another user. If the model uses a view such as p.view(2, -1), the
+    rest of the backward, or another parameter's gradient, still uses the memory."""
     if gradient is None:
         return None
     if gradient.is_sparse:
@@ -269,8 +273,8 @@ def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor
 def all_in_order(
     gradients: list[Tensor | None], leaves: Sequence[Tensor], loss_scale: float
 ) -> list[Tensor | None]:
-    """Does in_order() for all gradients. Empties `gradients` meanwhile, so that only one has a copy at a
-    time."""
+    """Returns in_order() of each gradient. Removes a gradient from `gradients` once its result exists, so at
+    most one gradient exists twice."""
     flats = []
     for index, leaf in enumerate(leaves):
         flats.append(in_order(gradients[index], leaf, loss_scale))

@@ -51,28 +51,28 @@ class LossScaling:
         in_flight = 1 if drains else schedule.in_flight[stage_index]
         self._delay = in_flight - 1 + num_delayed * self._own_per_round
         self._skipped: list[int] = []
-        """Updates that overflowed. An update is given by the number of the first microbatch that is forwarded
+        """Updates that overflowed. An update is given as the number of the first microbatch that is forwarded
         after it."""
         self._late: list[int] = []
-        """Updates that overflowed in the run before this one, and that no activation has reported. Numbers as
-        in `_skipped`."""
+        """Updates that overflowed in the earlier run that this run continues, and that no activation has
+        reported. Numbers as in `_skipped`."""
         self._heard_at: list[int] = []
-        """Updates that brought a report of an overflow (hear()). Numbers as in `_skipped`. Each report counts
-        for the first scale that is chosen with the update's microbatch or a later one."""
+        """Updates whose exchange of norms reported an overflow (hear()). Numbers as in `_skipped`. The first
+        scale that is chosen at that microbatch or later takes the report into account."""
         self._minibatches_per_scale = _core.rounds_of(schedule, last).minibatches_per_round
         self._exchanges = self._scaler is not None and num_replicas > 1 and not drains
-        self._round = -1  # the round that has this scale
-        self._told: set[int] = set()  # rounds in which an activation has told of an overflow
+        self._round = -1  # the round that `scale` belongs to
+        self._told: set[int] = set()  # rounds in which an activation has reported an overflow
         self._heard = False
-        """Whether an overflow was reported since the last scale was chosen. Updates bring the reports if
-        replicas exchange reports; otherwise activations do."""
-        self._kept = False  # whether the segment before left an overflow untold
+        """Whether an overflow was reported since the last scale was chosen. Activations bring the reports. If
+        replicas exchange reports, updates bring them instead."""
+        self._kept = False  # whether the previous segment left an overflow that no activation has reported
         self.scale = 1.0
         """At the last stage, the scale of the microbatch that is being forwarded."""
 
     def begin_forward(self, minibatch: int, *, overflowed: bool, told: bool) -> None:
         """Begins the next microbatch. overflowed: whether gradients of this stage have overflowed since the
-        microbatch before. told: whether the microbatch's activation reports an overflow upstream."""
+        previous microbatch. told: whether the microbatch's activation reports an overflow upstream."""
         own = self._next_own
         self._next_own += 1
         if self._scaler is None:
@@ -102,35 +102,35 @@ class LossScaling:
         return told
 
     def keep(self, *, overflowed: bool) -> None:
-        """Stores at the end of a segment whether the next segment must report a skipped update. It must if no
-        activation has reported that update yet."""
+        """Notes at the end of a segment whether a skipped update is left that no activation has reported. The
+        next segment then reports it."""
         self._kept = self._kept or overflowed or bool(self._late)
         self._heard = self._heard or bool(self._heard_at)
         self._late, self._heard_at = [], []
 
     def take_kept(self) -> bool:
-        """Returns whether the next forward must report a skipped update, perhaps one of the run that this run
-        continues. Clears the note."""
+        """Returns whether the next forward must report a skipped update, and clears the note. The update may
+        belong to the earlier run that this run continues."""
         kept, self._kept = self._kept or any(at <= self._next_own for at in self._late), False
         if self._late:
             self._late = [at for at in self._late if at > self._next_own]
         return kept
 
     def hear(self, round_index: int, *, overflowed: bool) -> None:
-        """Notes, at an update, whether any replica found an overflow in its round or received a report of
-        one."""
+        """Notes the report of an update. overflowed: whether any replica found an overflow in the round, or
+        received a report of one."""
         if self._exchanges and overflowed:
             self._heard_at.append(self._first_after(round_index))
 
     def note_skipped(self, round_index: int) -> None:
         """Notes that an update overflowed here, or at a stage that is updated with it."""
-        # A later run may continue from a boundary before the microbatches now in flight. It must report again
-        # the updates that were skipped since that boundary, so they are kept.
+        # A later run may continue at a boundary before the microbatches now in flight. It must report the
+        # updates skipped since that boundary again, so they are kept.
         self._skipped = [at for at in self._skipped if at >= self._next_own - self._delay]
         self._skipped.append(self._first_after(round_index))
 
     def _first_after(self, round_index: int) -> int:
-        """Returns the first microbatch that is forwarded after the round's update."""
+        """Returns the number of the first microbatch that is forwarded after the round's update."""
         return (round_index + 1) * self._own_per_round + self._delay
 
     def _own_before(self, minibatch: int) -> int:

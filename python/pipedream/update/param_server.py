@@ -8,15 +8,16 @@ no other worker updates.
     SEND pull   with the update                    all                     version t + 1, to the others
     RECV pull   before version t + 1 is read       all                     version t + 1 of the other shards
 
-A chunk is updated and sent to the other replicas as soon as the chunk's gradients of all replicas are there.
+A round is the minibatches of one update: with 2 replicas and 1 microbatch per minibatch, 2 minibatches. A
+chunk is updated and sent to the other replicas as soon as the chunk's gradients of all replicas are there.
 Meanwhile the gradients of the next chunk are sent, so both directions of a link are busy. If norms are
 measured, the update waits for all gradients.
 
 The core sends, receives and makes the means (csrc/param_server/shard_exchange.h). This module makes the
-optimizer's steps. It also multiplies gradients that are pushed as factors (factors.py): every replica makes
-the next version of their weights. An owner waits for a push of every replica in each round, unless it knows
-that the round is the last. A replica that learns that the data are over tells the owners so in place of a
-push. Owned by the worker's compute thread.
+optimizer's steps. It also multiplies the factors of weights whose gradients are pushed as factors
+(factors.py). Every replica makes the next version of these weights. An owner waits for a push of every
+replica in each round, unless it knows that the round is the run's last. A replica that learns that the data
+are over sends the owners this message in place of a push. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["ParameterServer"]
 
 
 class ParameterServer(ShardClient):
-    """Owns one replica's shard, and updates the shard."""
+    """Owns one replica's shard: makes the shard's next version and sends it to the other replicas."""
 
     def __init__(self, *arguments: Any, layout: ShardLayout, **options: Any) -> None:
         super().__init__(*arguments, layout=layout, **options)
@@ -52,8 +53,8 @@ class ParameterServer(ShardClient):
         self._num_minibatches = 0
         """The number of minibatches in the mean of that round."""
         self.mean_peak_bytes = 0
-        """The most bytes that mean gradients have taken at once. Means that were computed in the memory of a
-        gradient do not count."""
+        """The most bytes that mean gradients have taken at once, without means that were computed in the
+        memory of a gradient."""
         self._mean_bytes = 0
         tied_pieces = layout.tied_pieces_of(self._replica)
         self._is_counted = [self._counts(piece) for piece in own_pieces]
@@ -65,7 +66,7 @@ class ParameterServer(ShardClient):
     # The shard's update.
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """Begins the update of the minibatch's round. Some of its gradients may still be on their way."""
+        """Begins the update of the minibatch's round. Some of the gradients may not have arrived yet."""
         self._round = self._rounds.round_of(minibatch)
         self._num_minibatches, factors = self._exchange.begin_update(self._round)
         for other, tensors in factors.items():
@@ -73,7 +74,7 @@ class ParameterServer(ShardClient):
             self._factors.take_in(other, self._round, tensors)
 
     def figures(self) -> GradientFigures:
-        """Waits for all gradients of the round. Returns the figures of this shard's mean gradients."""
+        """Waits for all gradients of the round, and returns the figures of this shard's mean gradients."""
         self._mean_bytes = 0
         means = {part.first: self._means_of(part) for part in self._parts}
         self._taken = [mean for first in sorted(means) for mean in means[first]]
@@ -106,8 +107,8 @@ class ParameterServer(ShardClient):
         self._weights.own.restore(slot)
 
     def skip(self, read_slot: int, write_slot: int) -> None:
-        """Copies the version unchanged. All gradients have been received, because an update is skipped only
-        after they were measured."""
+        """Copies the version unchanged into the next slot. An update is skipped only after its gradients were
+        measured, so all of them have been received."""
 
         def copy(part: ShardPart, pieces: slice, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:
             if read_slot != write_slot and read:
@@ -148,8 +149,8 @@ class ParameterServer(ShardClient):
     # Means.
 
     def _means_of(self, part: ShardPart, *, is_read: bool = False) -> list[Tensor | None]:
-        """Returns the means of a part's pieces. is_read: whether the means are only read, by an optimizer's
-        step that does not scale them in place."""
+        """Returns the means of a part's pieces. is_read: whether the optimizer only reads the means, and does
+        not scale them in place."""
         means: dict[Piece, Tensor | None] = {}
         for index, chunk in part.chunks:  # in the order in which their gradients come
             found = self._exchange.mean_of(index, torch.get_num_threads())
@@ -164,9 +165,9 @@ class ParameterServer(ShardClient):
     def _mean(
         self, piece: Piece, found: Tensor | tuple[list[Tensor], Tensor | None], *, is_read: bool
     ) -> Tensor | None:
-        """Returns the mean of a piece; None if no replica has a gradient. found: what
-        ShardExchange.mean_of() gave. The mean is never written over this replica's own gradient, whose memory
-        may have another use."""
+        """Returns the mean of a piece; None if no replica has a gradient. found: the result of
+        ShardExchange.mean_of() for the piece. The mean is never written over this replica's own gradient,
+        whose memory may have another use."""
         if isinstance(found, Tensor):
             return self._shaped(found, piece)
         parts, mean = found
@@ -196,8 +197,8 @@ class ParameterServer(ShardClient):
 
 
 def _pieces_in_slots(versions: WeightVersions, pieces: Sequence[Piece]) -> list[list[Tensor]]:
-    """Returns, for each slot, the views of its leaves that the optimizer gets as pieces. A layer may later
-    point a leaf at other memory; settle() points the leaf back. pieces: their `parameter` is an index into
-    the parameters of these versions."""
+    """Returns, for each slot, the views of its leaves that the optimizer gets as pieces. pieces: their
+    `parameter` is an index into the parameters of these versions. A layer may later point a leaf at other
+    memory, so WeightVersions.show() points it back before the slot is written."""
     slots = range(versions.num_slots)
     return [[piece_of(versions.leaves(slot)[piece.parameter], piece) for piece in pieces] for slot in slots]

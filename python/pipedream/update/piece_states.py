@@ -1,5 +1,5 @@
-"""Joins the optimizer states of replicas' pieces to states of whole parameters, and cuts such states into
-pieces again.
+"""Joins the optimizer states of a parameter's pieces to the state of the whole parameter, and cuts such a
+state into pieces again. Replicas with shards keep states of pieces.
 
 A state of torch's optimizers has two kinds of values. Tensors with one number per element of the parameter
 are joined and cut. All other values are the same for all pieces. Pure; any thread.
@@ -31,7 +31,8 @@ class _Elements(NamedTuple):
 
 
 def joined_states(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Joins the states of parameters, or of their pieces, to states of whole parameters."""
+    """Joins the states of parameters, or of their pieces, to states of whole parameters. The tensors with one
+    number per element are flat and of type _Elements, as cut_out() takes them."""
     pieces: dict[str, list[tuple[int, int | None, Any]]] = {}
     for name, state in named:
         whole, first, end = piece_in(name)
@@ -49,8 +50,8 @@ def joined_states(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _with_elements(state: Any, count: int | None) -> Any:
-    """Marks the tensors that have one number for each element. count: how many elements the parameter has;
-    None: as many as the largest tensor."""
+    """Marks the tensors that have one number for each element of the parameter as _Elements. count: the
+    number of elements. None takes the size of the largest tensor."""
     if not isinstance(state, dict):
         return state
     sizes = [value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
@@ -64,8 +65,8 @@ def _with_elements(state: Any, count: int | None) -> Any:
 
 
 def cut_out(state: Any, name: str, master: Tensor) -> Any:
-    """Cuts the state of a master parameter out of the state of the whole parameter. If the master is a piece,
-    its name says which piece."""
+    """Returns the part of a whole parameter's state that belongs to a master parameter. If the master is a
+    piece, its name says which piece."""
     if not isinstance(state, dict):
         return state
     _, first, _ = piece_in(name)

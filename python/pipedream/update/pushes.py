@@ -1,5 +1,5 @@
 """Pushes one replica's gradients to the owners of the shards while a backward runs. The core gets each
-gradient as soon as the gradient is complete, and sends each chunk whose gradients it all has
+gradient as soon as the gradient is complete. It sends a chunk as soon as it has all gradients of the chunk
 (csrc/param_server/shard_pushes.h). Factors (factors.py) are sent together, once the backward has completed
 all of them.
 
@@ -50,14 +50,14 @@ class EarlyPushes:
         scale."""
         self._complete: set[int] = set()  # factored parameters that are complete in this backward
         self._num_accumulated = [0] * num_parameters  # in this backward
-        self._once: list[bool] | None = None  # whether the first backward accumulated each parameter once
+        self._once: list[bool] | None = None  # whether the first round's last backward added to it once
         self._is_open = False
         self._loss_scale = 1.0
         self._num_summed = 1
 
     def begin(self, loss_scale: float, num_summed: int) -> None:
         """Begins the last backward of a round. loss_scale: the factor by which its loss is multiplied.
-        num_summed: the number of microbatches in the sum of gradients that this backward completes."""
+        num_summed: the number of microbatches whose gradients the sum contains after this backward."""
         self._is_open = True
         self._loss_scale = loss_scale
         self._num_summed = num_summed
@@ -75,7 +75,7 @@ class EarlyPushes:
             )
         if self._once is None or not self._once[parameter]:
             return
-        with _disable_current_modes():  # a meter must not count this with the backward
+        with _disable_current_modes():  # so that no meter counts this work as part of the backward
             if parameter in self._factored:
                 self._complete.add(parameter)
                 if len(self._complete) == len(self._factored):
@@ -87,7 +87,7 @@ class EarlyPushes:
                 self._exchange.push_ready(parameter, gradient, self._num_summed)
 
     def end(self) -> None:
-        """Ends the round, whose last backward is over."""
+        """Ends the round. Call it after the round's last backward."""
         self._is_open = False
         if self._once is None:
             self._once = [count == 1 for count in self._num_accumulated]

@@ -1,17 +1,18 @@
 """Replicas of a stage reduce their gradients together, without a parameter server. Each replica has all of
-the stage's parameters and the whole state of the optimizer.
+the stage's parameters and the whole state of the optimizer. A round is the minibatches of one update.
 
     round t, at each replica
     UPDATE      the sum of all replicas' gradients (all-reduce), its mean, version t + 1 of all parameters
 
-With sync_every = n, replicas become alike only once in n rounds:
+With sync_every = n, each replica updates weights of its own, and all replicas take the mean of their weights
+once in n rounds:
 
     UPDATE      the weighted mean of the replica's own gradients, version t + 1 of its own weights; after
                 every n-th round, and at the end of the run, the mean of all replicas' weights
 
 Each replica then keeps an optimizer state of its own. Between two segments of a run (worker/segment.py) each
-replica also keeps its own weights. If the stage owns tied parameters, they are sent after the mean of the
-weights is taken. Each replica sends them to that replica of a using stage that has the same microbatches.
+replica also keeps its own weights. If the stage owns tied parameters, it sends them after it has taken the
+mean of the weights. Each replica sends them to the replica of a using stage that has the same microbatches.
 
 After the all-reduce or the mean of the weights, all replicas have the same version, bit for bit. Gradients
 are reduced in buckets, after the round's last backward. Owned by the worker's compute thread.
@@ -39,7 +40,7 @@ _BUCKET_BYTES = 4 << 20  # small tensors travel together, up to this size
 
 
 class _GroupGradients(StageGradients):
-    """The gradients of one replica, if a process group of torch.distributed connects the replicas."""
+    """Base class for the gradients of one replica whose stage has a process group of torch.distributed."""
 
     takes_means = True
 
@@ -63,9 +64,9 @@ class _GroupGradients(StageGradients):
 
 
 class ReducedGradients(_GroupGradients):
-    """Gradients whose mean over all replicas is used."""
+    """The gradients of a replica that updates with the mean gradient of all replicas."""
 
-    _loss_scale = 1.0  # the factor of the round's gradients (StageRunner.loss_scale)
+    _loss_scale = 1.0  # the factor in the round's gradients (StageRunner.loss_scale)
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._loss_scale = loss_scale
@@ -109,14 +110,14 @@ class LocalSteps(_GroupGradients):
         self._sync_every = sync_every
         self._num_rounds = self._rounds.first_version
         self._num_own = 0  # this replica's microbatches in the round that is updated
-        self._share = 1.0  # weights of its microbatches in the latest backward's round, in minibatches
+        self._share = 1.0  # sum of the weights of its microbatches in the round; a whole minibatch weighs 1
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._share = loss_scale
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """Collects the replica's own gradients of the minibatch's round, if there are any, and computes their
-        mean."""
+        """Collects the replica's own gradients of the minibatch's round, if the replica has a microbatch in
+        it, and computes their mean."""
         round_index = self._rounds.round_of(minibatch)
         super().take(minibatch, own_slot)
         self._num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
@@ -140,7 +141,7 @@ class LocalSteps(_GroupGradients):
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
         if not is_over or self._num_rounds % self._sync_every == 0:
             return
-        self._tied.wait_for_users(0)  # the mean is made in the memory from which the last version is sent
+        self._tied.wait_for_users(0)  # the mean overwrites memory from which the last version is sent
         self._average(newest_slot)
         # One replica of the owner stage sent this replica its tied parameters, before the owner's replicas
         # took the mean of their weights. So the replicas of this stage take the mean of these parameters,
@@ -167,8 +168,8 @@ class LocalSteps(_GroupGradients):
 
 
 def _buckets_of(flats: Sequence[tuple[int, Tensor | None]]) -> Iterator[tuple[list[int], Tensor]]:
-    """Yields (indices, flat tensor) for consecutive tensors of one dtype that are joined, up to
-    _BUCKET_BYTES. A larger tensor stays as it is."""
+    """Yields (indices, flat tensor). Joins consecutive tensors of one dtype up to _BUCKET_BYTES. A larger
+    tensor stays as it is. indices: the numbers of the joined tensors."""
     bucket: list[tuple[int, Tensor]] = []
 
     def made() -> tuple[list[int], Tensor]:

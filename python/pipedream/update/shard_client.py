@@ -1,9 +1,9 @@
 """Makes a replica the client of its stage's shards. The replica pushes its gradients to the owners of the
 shards, and pulls the versions that the owners make.
 
-The core sends and receives (csrc/param_server/shard_exchange.h). On the host gradients are pushed during
-the backward that completes them (pushes.py). param_server.py shows how an owner updates its shard. Owned by
-the worker's compute thread.
+The core sends and receives (csrc/param_server/shard_exchange.h). On the host, gradients are pushed during
+the backward that completes them (pushes.py). param_server.py shows how an owner updates its shard. A round is
+the minibatches of one update. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Leaving = dict[int, tuple["weakref.ref[torch.UntypedStorage]", int]]
 
 
 class ShardClient(StageGradients):
-    """A replica's exchange with the shards of the others."""
+    """Pushes one replica's gradients, and pulls the shards of the other owners."""
 
     takes_means = True
 
@@ -58,8 +58,8 @@ class ShardClient(StageGradients):
     ) -> None:
         """optimizer: updates the pieces of this replica's shard only.
         push_codec: the codec of the push channels.
-        push_slots: slots of zeroed memory for pushes, each of ShardLayout.push_slot_bytes(). There is one for
-        each round whose pushes may be unfinished at once.
+        push_slots: slots of zeroed memory for pushes, each of ShardLayout.push_slot_bytes(). Each round whose
+        pushes are unfinished takes one, so their number bounds these rounds.
         factors: exchanges the gradients of the weights in layout.shared.
         slot_of: the slot of each version at the start. None: slot 0 has the newest, the only version."""
         super().__init__(weights, optimizer, tied)
@@ -71,7 +71,7 @@ class ShardClient(StageGradients):
         self._factors = factors
         self._others = sorted(channels.push_to)
         self._own_chunks = layout.leaving_chunks_of(replica)
-        self._steps_by_element = not layout.whole_tensors  # such optimizers keep no gradients
+        self._steps_by_element = not layout.whole_tensors  # such an optimizer keeps no gradients
         self._poisons = _core.poisons_released_slots()
         self._slot_of = dict(slot_of or {rounds.first_version: 0})
         self._push_slots = push_slots
@@ -81,16 +81,16 @@ class ShardClient(StageGradients):
         self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # storages of pushed gradients
         self._late: _Leaving = {}
         """The pushed gradients that were not sent yet when the round's last backward began."""
-        self._has_pushed = False  # whether it pushed since the last wait for older pushes
+        self._has_pushed = False  # whether push() was called since the last wait for a free push slot
         self._pushes = EarlyPushes(
             self._exchange,
             len(self._leaves(0, 0)),
             () if factors is None else factors.parameters,
-            # A strong reference would make a cycle: the leaves' hooks hold the pushes, and this object holds
-            # the leaves.
+            # The leaves' hooks hold the pushes, and this object holds the leaves. So a strong reference to
+            # this object would make a cycle.
             functools.partial(type(self)._push_factors, weakref.proxy(self)),
         )
-        # On a GPU the hooks run on autograd's own threads, but only the core's owner thread may call the
+        # On a GPU the hooks run on autograd's own threads, but only the worker's compute thread may call the
         # core.
         self._pushes_early = weights.own.slots[0].device.type == "cpu"
         if self._pushes_early:
@@ -135,7 +135,7 @@ class ShardClient(StageGradients):
     # Pushing.
 
     def begin_backward(self) -> None:
-        """Waits until a push slot is free. One is usually free: the previous update received the other
+        """Waits until a push slot is free. One is usually free. The previous update waited for the other
         replicas' gradients, and in that time this replica can send about as many bytes."""
         if self._has_pushed:
             self._has_pushed = False
@@ -149,9 +149,9 @@ class ShardClient(StageGradients):
             self._pushes.begin(loss_scale, self._num_own(self._rounds.round_of(minibatch)))
 
     def push(self, minibatch: int, own_slot: int) -> None:
-        """Sends this replica's gradients of the minibatch's round, each chunk to the owner of its shard.
-        Chunks that were sent during the backward are not sent again. own_slot: the slot of the version that
-        the round's last backward read."""
+        """Sends this replica's gradients of the minibatch's round to the owners of the shards. Chunks that
+        were sent during the backward are not sent again. own_slot: the slot of the version that the round's
+        last backward read."""
         round_index = self._rounds.round_of(minibatch)
         num_own = self._num_own(round_index)
         own = self._take_gradients(own_slot)
@@ -179,8 +179,8 @@ class ShardClient(StageGradients):
 
     def num_bytes(self, own_slot: int) -> int:
         """Returns the bytes of gradients, including factors and pushed gradients that are not sent yet.
-        Gradients that were unsent when the round's last backward began count until push() is over. They may
-        have been in memory at the same time as all gradients of that backward."""
+        Gradients that were unsent when the round's last backward began count until push() is over, because
+        they may have been in memory together with all gradients of that backward."""
         left_bytes = 0 if self._factors is None else self._factors.num_bytes
         pushed = self._late | self._leaving()
         copies = self._pushes.gradients.values() if self._loss_scale != 1.0 else ()
@@ -214,6 +214,7 @@ class ShardClient(StageGradients):
         return newest_slot if slot is None else slot
 
     def _shaped(self, gradient: Tensor, piece: Piece) -> Tensor:
-        """Returns the gradient as the optimizer takes it: flat, or in the shape of a whole parameter."""
+        """Returns the gradient in the form that the optimizer takes: flat for a piece, or in the shape of a
+        whole parameter."""
         leaf = self._leaves(0, 0)[piece.parameter]
         return gradient.as_strided(leaf.shape, leaf.stride()) if piece.is_whole else gradient

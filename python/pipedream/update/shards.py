@@ -1,10 +1,10 @@
 """Cuts the parameters of a stage into shards. The flat slot of the parameters is cut into chunks, and each
-chunk belongs to a shard. Every replica and every spare has one shard. keep_pieces() removes from an optimizer
-all parameters outside its shard.
+chunk belongs to a shard. Every replica and every spare owns one shard. keep_pieces() restricts an optimizer
+to the parameters of one shard.
 
 If the optimizer works element by element, a chunk may cut a tensor. Any other optimizer gets whole tensors.
 A weight whose gradient is pushed as factors (factors.py) is in no chunk, because each replica updates the
-whole weight for itself. Pure; any thread.
+whole weight itself. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def works_by_element(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether the optimizer works element by element: an update of a part of a tensor gives the same values
-    as an update of the whole tensor. False for an optimizer with hooks, because hooks may look at whole
-    tensors."""
+    """Whether the optimizer works element by element: updating a part of a tensor gives the part the same
+    values as updating the whole tensor. An optimizer with hooks does not count, because hooks may look at
+    whole tensors."""
     if optimizer is None:
         return True
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -95,14 +95,13 @@ class Chunk:
 
     @property
     def position(self) -> tuple[bool, int]:
-        """The chunk's sort key: its position if the slot of tied parameters lay behind the slot of the
-        others."""
+        """The chunk's sort key. Chunks of tied parameters come behind all others."""
         return self.is_tied, self.begin_bytes
 
 
 class ShardLayout:
     """The chunks of a stage's parameters, in the order of the slot, and the shard that owns each. The layout
-    is equal at all replicas. Tied parameters have separate slots; they get chunks as if they lay behind the
+    is equal at all replicas. Tied parameters have slots of their own, but are cut as if they lay behind the
     other parameters. Parameters that every replica updates for itself are in no chunk."""
 
     def __init__(
@@ -142,7 +141,7 @@ class ShardLayout:
                     region_end = begins[after]
                 else:
                     region_end = end
-                shift = self._offsets[dealt[first]] - begins[first]  # of the whole region
+                shift = self._offsets[dealt[first]] - begins[first]  # from offsets without shared parameters
                 self.chunks.append(
                     self._chunk(
                         shard,
@@ -153,13 +152,13 @@ class ShardLayout:
                 )
 
     def _region_of(self, parameter: int) -> tuple[bool, int]:
-        """Returns the region of a parameter. Regions are the parts of the slots between parameters that every
-        replica updates for itself."""
+        """Returns the number of a parameter's region. A region is a run of parameters in one slot, without a
+        parameter that every replica updates for itself in between. No chunk crosses a region's end."""
         return parameter >= self.num_own, bisect.bisect(self.shared, parameter)
 
     def _chunk(self, shard: int, begin: int, end: int, rows: Sequence[tuple[int, int, int]]) -> Chunk:
-        """Makes the chunk from byte `begin` to byte `end`. Tied parameters have a slot of their own, but
-        `begin` and `end` count bytes as if that slot lay behind the other. rows: (parameter, first element,
+        """Makes the chunk of the bytes from `begin` to `end`. For tied parameters, too, these count from the
+        beginning of the other slot, as if the tied slot lay behind it. rows: (parameter, first element,
         count) of the pieces."""
 
         def piece(parameter: int, first: int, count: int) -> Piece:
@@ -202,7 +201,7 @@ class ShardLayout:
         return _core.push_slot_bytes(others, codec)
 
     def dtype_of(self, shard: int) -> torch.dtype:
-        """Returns the dtype of the parameters in the shard's chunks; uint8 unless all have the same dtype."""
+        """Returns the dtype of the parameters in the shard's chunks; uint8 for several dtypes or none."""
         pieces = (piece for chunk in self.chunks_of(shard) for piece in chunk.pieces)
         dtypes = {self._parameters[piece.parameter].dtype for piece in pieces}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -226,8 +225,8 @@ class ShardLayout:
         ]
 
     def alone(self, shard: int) -> ShardLayout:
-        """Returns the layout for a worker that has memory for this shard only. In this layout each piece is a
-        parameter, and the chunks lie one behind the other."""
+        """Returns the layout for a spare, which has memory for this shard only. In this layout each piece is
+        a parameter, and the chunks lie one behind the other."""
         pieces = self.pieces_of(shard)
         position = {(piece.parameter, piece.first): index for index, piece in enumerate(pieces)}
         made = copy.copy(self)
@@ -260,7 +259,7 @@ class ShardPart:
 
 def parts_of(chunks: Sequence[Chunk], pieces: Sequence[Piece], *, at_once: bool) -> list[ShardPart]:
     """Returns the parts of a shard: one for each chunk, then one for each piece that is in no chunk. chunks:
-    in the order in which they are sent. at_once: whether the whole shard is one part."""
+    in the order in which they are sent. at_once: whether the whole shard is one part instead."""
     if not pieces:
         return []
     if at_once:
@@ -282,12 +281,12 @@ def piece_of(leaf: Tensor, piece: Piece) -> Tensor:
 
 
 def whole_piece(index: int, parameter: Tensor) -> Piece:
-    """Returns a whole parameter as a piece, which lies in no chunk."""
+    """Returns a whole parameter as a piece. The piece lies in no chunk."""
     return Piece(index, 0, parameter.numel(), True, 0, parameter.nbytes)
 
 
 def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
-    """Returns whole parameters as pieces, which lie in no chunk."""
+    """Returns whole parameters as pieces. The pieces lie in no chunk."""
     return [whole_piece(index, parameter) for index, parameter in enumerate(parameters)]
 
 
@@ -295,9 +294,9 @@ def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
 def keep_pieces(
     optimizer: torch.optim.Optimizer | None, masters: Sequence[nn.Parameter], pieces: Sequence[Piece]
 ) -> list[nn.Parameter]:
-    """Replaces the optimizer's parameters, which are the masters, by pieces of them. Each piece goes to the
-    group of its parameter, with its part of the parameter's state. Returns the new parameters in the order of
-    the pieces. For a piece that is whole, the master itself is used."""
+    """Replaces the optimizer's parameters, the masters, by pieces of them. Each piece goes to the group of
+    its parameter, with its part of the parameter's state. For a whole piece the master itself stays. Returns
+    the new parameters in the order of the pieces."""
     made: dict[int, list[nn.Parameter]] = {id(master): [] for master in masters}
     state = {} if optimizer is None else optimizer.state
     for piece in pieces:

@@ -33,7 +33,7 @@ from pipedream.update.weights import masters_layout, state_layout, view_like
 
 __all__ = ["StageOptimizer"]
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a group; the last two of a cyclic rate
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a parameter group; CyclicLR has the last two
 
 
 class StageOptimizer:
@@ -53,15 +53,15 @@ class StageOptimizer:
         """named: the parameters that this stage updates, with their initial values. where: names the stage in
         errors, for example "stage 1"."""
         self.named: NamedParameters = list(named)
-        """The parameters or pieces whose versions this object makes, with the names under which their state
-        is stored."""
+        """The parameters or pieces that this object updates, with the names under which their state is
+        stored."""
         self._masters = make_masters(named)
         # A stage without parameters has nothing to optimize, and torch refuses an empty list.
         self.optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._where = where
         self._made_with: list[dict[str, Any]] = []
-        """The options of the optimizer's groups, as the user's factory returned them."""
+        """The options of the optimizer's groups, as they were when the user's factory returned."""
         if self._masters:
             self.optimizer = build_optimizer(factory, [name for name, _ in named], self._masters, where)
             self._made_with = [_options_of(group) for group in self.optimizer.param_groups]
@@ -80,8 +80,8 @@ class StageOptimizer:
         self._draws = update_seed(base, stage_index, [name for name, _ in self.named])
 
     def keep(self, pieces: Sequence[Piece]) -> None:
-        """Restricts this object to these pieces of its parameters: it makes versions of no other elements.
-        `named` then lists the pieces, in order. Call it before place_state()."""
+        """Restricts this object to these pieces of its parameters. It then updates no other elements, and
+        `named` lists the pieces in order. Call it before place_state()."""
         self._masters = keep_pieces(self.optimizer, self._masters, pieces)
         names = [
             f"{self.named[piece.parameter][0]}[{piece.first}:{piece.first + piece.count}]" for piece in pieces
@@ -90,8 +90,8 @@ class StageOptimizer:
         self._native = self._native_one()
 
     def _native_one(self) -> optim.NativeOptimizer | None:
-        """The optimizer, if it can write the next version in one pass. A subclass does not count, because
-        its step may differ."""
+        """Returns the optimizer if it can write the next version in one pass, and None otherwise. A subclass
+        does not count, because its step may differ."""
         if (
             isinstance(self.optimizer, optim.NativeOptimizer)
             and type(self.optimizer) in optim.NATIVE_OPTIMIZERS
@@ -102,18 +102,18 @@ class StageOptimizer:
 
     @property
     def num_parameters(self) -> int:
-        """The number of tensors whose versions it makes."""
+        """The number of parameters or pieces that this object updates."""
         return len(self.named)
 
     @property
     def is_native(self) -> bool:
-        """Whether the optimizer writes the next version in one pass. It then allocates no memory from torch,
-        except for scalars."""
+        """Whether the optimizer writes the next version in one pass. Such a step allocates no tensors of
+        torch except for scalars."""
         return self._native is not None
 
     @property
     def num_placed_states(self) -> int:
-        """State tensors per parameter that place_state wants memory for."""
+        """The number of state tensors per parameter for which place_state() needs memory."""
         return 0 if self._native is None else self._native.num_state_tensors
 
     @property
@@ -123,12 +123,12 @@ class StageOptimizer:
 
     @property
     def num_placed_masters(self) -> int:
-        """How many slots place_state() needs for float32 masters: one if any parameter has a master."""
+        """The number of slots that place_state() needs for float32 masters: 1 if any parameter has one."""
         return int(self._native is not None and any(has_master(p) for _, p in self.named))
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether a parameter has a float32 master, in a slot or elsewhere."""
+        """Whether any parameter has a float32 master, in a slot or elsewhere."""
         keeps = self.is_native or isinstance(self.optimizer, optim.MasterWeights)
         return keeps and any(has_master(parameter) for _, parameter in self.named)
 
@@ -138,8 +138,8 @@ class StageOptimizer:
         return masters_layout(self.named)[0]
 
     def place_state(self, states: Sequence[Tensor], masters: Sequence[Tensor] = ()) -> None:
-        """Gives the native optimizer memory for its state: num_placed_states and num_placed_masters flat
-        slots, laid out as by state_layout() and masters_layout()."""
+        """Gives the native optimizer flat slots for its state: num_placed_states slots laid out as by
+        state_layout(), and num_placed_masters slots laid out as by masters_layout()."""
         if self._native is None or not (states or masters):
             return
         _, offsets = state_layout(self.named)
@@ -162,7 +162,7 @@ class StageOptimizer:
         if self._native is not None:
             self._native.displace_state()
             return
-        for master in self._masters:  # the next step points it into a slot again
+        for master in self._masters:  # the next step makes the master a view of a slot again
             master.data = torch.empty_like(master.data)
 
     def state(
@@ -240,9 +240,9 @@ class StageOptimizer:
             self._scheduler.load_state_dict(decode(scheduler["state"], tensors, device))
 
     def go_on_from_parts(self, parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
-        """Loads its state from the state() of other stages, which together had all of this stage's
-        parameters. A piece of a parameter gets its part of the whole parameter's state. Raises ValueError if
-        a state comes from another optimizer."""
+        """Loads the optimizer's state from the state() of other stages, which together had all of this
+        stage's parameters. A piece of a parameter gets its part of the parameter's state. Raises ValueError
+        if a state comes from another optimizer."""
         parts = [(tensors, document) for tensors, document in parts if document["optimizer"] is not None]
         if self.optimizer is None or not parts:
             return
@@ -278,8 +278,8 @@ class StageOptimizer:
 
     @property
     def _device(self) -> torch.device | None:
-        """The parameters' device. None if there are no parameters: a small stage has fewer pieces than
-        replicas, so a shard may be empty."""
+        """The parameters' device; None without parameters. A shard may be empty, because a small stage may
+        have fewer pieces than replicas."""
         return self._masters[0].device if self._masters else None
 
     def _check_same(self, what: str, mine: Any, before: Mapping[str, Any] | None) -> None:
@@ -291,8 +291,8 @@ class StageOptimizer:
             )
 
     def _load(self, content: dict[str, Any]) -> None:
-        """Loads a state dict without casts. torch's load_state_dict() would cast each tensor to the dtype of
-        its parameter."""
+        """Loads a state dict without changing dtypes. torch's load_state_dict() would cast each tensor to the
+        dtype of its parameter."""
         optimizer = self.optimizer
         assert optimizer is not None
         if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
@@ -306,15 +306,16 @@ class StageOptimizer:
             optimizer.state[parameters[key] if isinstance(key, int) else key] = value
 
     def _names_by_index(self) -> dict[int, str]:
-        """The parameters' names by their numbers in a state_dict."""
+        """Returns the name of each parameter by its number in a state_dict()."""
         assert self.optimizer is not None
         names = {id(master): name for master, (name, _) in zip(self._masters, self.named, strict=True)}
         listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return {index: names[id(parameter)] for index, parameter in enumerate(listed)}
 
     def torch_state_bytes(self) -> int:
-        """Bytes of the optimizer's state outside of the slots of place_state(). Each tensor counts once.
-        Returns 0 for a native optimizer, which keeps only single numbers outside of the slots."""
+        """Returns the bytes of the optimizer's state outside of the slots of place_state(). Each tensor
+        counts once. The result is 0 for a native optimizer, which keeps only single numbers outside of the
+        slots."""
         if self.optimizer is None or self.is_native:
             return 0
         tensors = {
@@ -345,13 +346,13 @@ class StageOptimizer:
         gradients: Sequence[Tensor | None],
         gradient_scale: float = 1.0,
     ) -> None:
-        """Updates some of the parameters: as many as are given, from `first` on in the order of `named`. An
-        optimizer that does not work element by element must get all of them. Call end_step() after the last
-        part of a version."""
+        """Updates as many parameters as are given, from position `first` on in the order of `named`. An
+        optimizer that does not work element by element must get all parameters at once. Call end_step() after
+        the last call for a version."""
         masters = self._masters[first : first + len(read)]
         if self.optimizer is None or not masters:
             return
-        if len(masters) == len(self._masters):  # so the usual step needs no context manager
+        if len(masters) == len(self._masters):  # the usual case, which needs no context manager
             self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
         else:
             with _having_only(self.optimizer, masters):
@@ -377,7 +378,7 @@ class StageOptimizer:
             self._step_through_masters(optimizer, masters, read, write, gradients, gradient_scale)
 
     def rates(self) -> list[float]:
-        """The learning rate of each parameter group."""
+        """Returns the learning rate of each parameter group."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [float(group["lr"]) for group in groups if "lr" in group]
 
@@ -390,12 +391,12 @@ class StageOptimizer:
         _scale_scheduler(self._scheduler, factor)
 
     def end_step(self) -> None:
-        """Ends a step after all parts of a version have been made. Counts the version in the averages, and
+        """Ends a step after all parts of a version have been made: counts the version in the averages, and
         steps the scheduler."""
         if self.averages is not None:
             self.averages.end_version()
         if self.optimizer is not None and self._scheduler is not None:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a native step is not step()
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # step() itself was not called
             self._scheduler.step()
 
     @staticmethod
@@ -426,16 +427,16 @@ class StageOptimizer:
 
     def _keeps_order(self, optimizer: torch.optim.Optimizer) -> bool:
         # The native step takes the parameters in the stage's order, but a factory may have sorted them into
-        # groups. The native step does not call step() either, so hooks of step() would not run.
+        # groups in another order. The native step also does not run the hooks of step().
         listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return listed == [id(p) for p in self._masters] and not hooked
 
 
 def _without_overlaps(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns the gradients, with copies of those that overlap an earlier one in memory: work in place would
-    change these twice. Autograd gives two parameters gradients in one memory if they are added as views.
-    """
+    """Returns the gradients, with a copy of each gradient that overlaps an earlier one in memory. Otherwise
+    work in place would change the common memory twice. Autograd gives two parameters gradients in one memory
+    if their views are added."""
     apart = list(gradients)
     dense = ((g.data_ptr(), i, g) for i, g in enumerate(gradients) if g is not None and not g.is_sparse)
     end = 0

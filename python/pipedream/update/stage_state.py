@@ -1,8 +1,7 @@
-"""A stage that continues an earlier run starts with several weight versions. A snapshot at the end passes
-them on to the next run.
+"""A stage that continues an earlier run may start with several weight versions, because the first
+microbatches read older versions. So a snapshot at the end of a run has all these versions.
 
-The first microbatches of the next run read several versions, so the snapshot has them all. Versions change
-their slots between the runs. An example with three slots:
+The slot of a version may differ between the runs. An example with three slots:
 
     version                                8    9    10
     slots at the end of one run            2    0    1      as the updates have written them
@@ -33,15 +32,16 @@ _Versions = Mapping[int, Mapping[str, Tensor]]
 
 
 class HeldVersions:
-    """Versions older than the newest that a continued run reads, at a stage without stashing. The stage has
-    one slot, which holds these versions one after the other. With n_s microbatches in flight at the stage,
-    the first n_s - 1 forwards read them.
+    """Older versions that a continued run reads at a stage without stashing. Such a stage has one slot, which
+    holds these versions one after the other. With n_s microbatches in flight at the stage, the first n_s - 1
+    forwards read them. An example, in which F10, B10 and U10 are the forward, the backward and the update of
+    microbatch 10:
 
         continues at 10, n_s = 3      F10 reads 8    F11 reads 9    F12 reads 10    B10, U10
         the slot has                        8              9               10        10, 11
 
-    The stage copies such versions for the next run as soon as it knows the end of this run. None of them has
-    been overwritten by then."""
+    Near its end a run copies such versions for the next run, as soon as the stage knows where the end is. At
+    that time no update has overwritten them."""
 
     def __init__(self, contents: Mapping[int, Mapping[str, Tensor]] | None = None, newest: int = 0) -> None:
         """contents: by version, the copies from the previous run. newest: the version that is in the slot at
@@ -53,18 +53,18 @@ class HeldVersions:
         return bool(self.contents)
 
     def load(self, version: int, versions: WeightVersions, slot: int) -> None:
-        """Loads the version into the slot before an item reads the slot. If the version is newer than the
-        newest at the start, the newest at the start is loaded. Versions older than the loaded one are not
-        read again, and are dropped."""
+        """Loads the version into the slot before a work item reads the slot. No version newer than the newest
+        at the start is loaded. Drops the versions older than the loaded one, because no later item reads
+        them."""
         version = min(version, self._newest)
         for name, leaf in versions.contents(slot).items():
-            leaf.data.copy_(self.contents[version][name])  # .data: autograd saw another version before
+            leaf.data.copy_(self.contents[version][name])  # .data, so that autograd counts no write
         self.contents = {v: values for v, values in self.contents.items() if v >= version}
         if version == self._newest:
             self.contents.clear()
 
     def keep(self, version: int, versions: WeightVersions, slot: int) -> None:
-        """Copies the version in the slot, because the slot may be overwritten next."""
+        """Copies the version that is in the slot, because the next update may overwrite the slot."""
         if version not in self.contents:
             self.contents[version] = _on_host(versions.contents(slot))
 
@@ -76,9 +76,9 @@ class StageStart:
     slot_of: dict[int, int] = field(default_factory=lambda: {0: 0})
     """The slot of each version."""
     older: _Versions = field(default_factory=dict)
-    """By slot, the contents of all versions but the newest."""
+    """By slot, the contents of all versions except the newest."""
     older_tied: Mapping[int, _Versions] = field(default_factory=dict)
-    """For tied parameters: by owner and by slot, the contents of all versions but the newest."""
+    """For tied parameters: by owner and by slot, the contents of all versions except the newest."""
 
     @classmethod
     def of(cls, schedule: _core.ScheduleOptions, stage: int, snapshot: StageSnapshot | None) -> StageStart:
@@ -123,10 +123,8 @@ def take_snapshot(
     replica: int,
     minibatch: int,
 ) -> StageSnapshot:
-    """Copies the state of a stage, when all work before the minibatch is done. Raises ValueError for state
-    that cannot be stored.
-
-    held: versions that were copied and lie in no slot."""
+    """Copies the state of a stage. Call it when all work before the minibatch is done. held: copies of
+    versions that lie in no slot. Raises ValueError for state that cannot be stored."""
     tensors, optimizer_document = optimizer.state()
     document: dict[str, Any] = {}
     if loss_scaling is not None:

@@ -1,5 +1,5 @@
 """Parameters may be tied across stages: several stages use one parameter, and one of them, the owner, updates
-it once per round.
+it once per round. A round is the minibatches of one update.
 
 The owner is the most upstream stage that uses the parameter. All uses of a microbatch, forward and backward,
 read the same version. If the schedule lets stages read different versions of their own weights, that is the
@@ -15,9 +15,10 @@ minibatch. Each replica of the owner sends every replica of a user the pieces of
 updated. The core's program says when each transfer happens (transfers.h). This module gives the core the
 tensors to send, and stores received tensors.
 
-There are K slots. Version v lies in slot (v - v0) mod K, where v0 is the version at the start. Version v + K
-overwrites version v, right after the last backward that reads version v. The gradients of a round are in
-the leaves of the version that was read last. Owned by the worker's compute thread.
+There are K slots, with autograd leaves as in weights.py. Version v lies in slot (v - v0) mod K, where v0 is
+the version at the start. Version v + K overwrites version v, right after the last backward that reads version
+v. The gradients of a round are in the leaves of the version that was read last. Owned by the worker's compute
+thread.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _NO_TENSOR = torch.zeros(1, dtype=torch.uint8)  # stands for the pieces of a rep
 
 
 def ties_by_owner(stage_index: int, ties: Sequence[Tie]) -> dict[int, list[Tie]]:
-    """The stage's ties by their owners, in order."""
+    """Returns the stage's ties by their owners, in the order of the owners."""
     found: dict[int, list[Tie]] = {}
     for tie in ties:
         if stage_index in tie.stages:
@@ -69,11 +70,11 @@ class _Group:
         self.gradient_slot = 0
         """The slot of the version that the latest backward read."""
         self.newest_of = [self._first] * len(pieces)
-        """By replica of the owner: the newest version that it has sent. If this stage is the owner: the
+        """By replica of the owner, the newest version that it has sent. If this stage is the owner, the
         newest version that this replica has made."""
         self.whole_version: Callable[[], int] | None = None
         """Returns the newest version of which all shards are here. None unless the stage owns the parameters
-        and has them in shards."""
+        and has replicas with shards."""
 
     def slot_of(self, version: int) -> int:
         return (version - self._first) % self.versions.num_slots
@@ -82,7 +83,7 @@ class _Group:
         return self.slot_of(_core.tied_version(self._schedule, self.owner, minibatch, microbatch))
 
     def kept_from(self, minibatch: int) -> range:
-        """Returns the newest version, and the older versions that this minibatch or a later one reads."""
+        """Returns the versions from the oldest that this minibatch or a later one reads, to the newest."""
         oldest = _core.tied_version(self._schedule, self.owner, minibatch)
         return range(oldest, self.newest + 1)
 
@@ -90,7 +91,7 @@ class _Group:
         return self.slot_of(_core.rounds_of(self._schedule, self.owner).num_begun(0, boundary))
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Takes the gradients that backwards accumulated, summed over the leaves of all versions."""
+        """Takes the gradients that backwards have accumulated, summed over the leaves of all versions."""
         found: list[Tensor | None] = [None] * len(self.versions.leaves(0))
         for slot in range(self.versions.num_slots):
             of_slot = self.versions.take_gradients(slot)
@@ -99,7 +100,7 @@ class _Group:
 
     @property
     def newest(self) -> int:
-        """The newest version that is here as a whole."""
+        """The newest version of which this worker has all pieces."""
         return min(self.newest_of) if self.whole_version is None else self.whole_version()
 
     def views(self, slot: int, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -127,9 +128,9 @@ class TiedParameters:
         versions: by owner, the versions of the parameters in the order of the ties.
         replica: this worker's replica of the stage.
         pieces: for owners with several shards, the pieces of this stage's parameters that each replica of the
-            owner sends. For owners without an entry one replica sends everything.
+            owner sends. From an owner without an entry one replica sends whole parameters.
         wait_until_sent: called as wait_until_sent(user, n). It waits until at most n versions are still to be
-        sent to the user.
+            sent to the user.
         averages: takes the versions that come from owners."""
         self._schedule = schedule
         self._stage = stage_index
@@ -162,19 +163,19 @@ class TiedParameters:
         return bool(self._groups)
 
     def take_shards_by(self, whole_version: Callable[[], int]) -> None:
-        """Lets the core write the other replicas' shards of the owned parameters into their slots.
-        whole_version: returns the newest version of which all shards are here."""
+        """Tells this object that the core writes the other replicas' shards of the owned parameters into
+        their slots. whole_version: returns the newest version of which all shards are here."""
         if self._owned is not None:
             self._owned.whole_version = whole_version
 
     @property
     def owners(self) -> list[int]:
-        """The stages that own tied parameters of this stage, perhaps including this stage."""
+        """The stages that own tied parameters which this stage uses. This stage may be one of them."""
         return list(self._groups)
 
     @property
     def owned(self) -> WeightVersions | None:
-        """Versions of the tied parameters that this stage updates."""
+        """The versions of the tied parameters that this stage updates."""
         return None if self._owned is None else self._owned.versions
 
     def owned_leaves(self, slot: int) -> list[nn.Parameter]:
@@ -182,12 +183,12 @@ class TiedParameters:
 
     @property
     def newest_owned_leaves(self) -> list[nn.Parameter]:
-        """Returns the leaves of the version that this replica has made last."""
+        """The leaves of the version that this replica has made last."""
         return [] if self._owned is None else self.owned_leaves(self._owned.slot_of(self._newest_owned))
 
     def newest_of_others(self, num_replicas: int) -> list[list[nn.Parameter]]:
-        """Returns the leaves of the newest version of parameters that other stages own, by owner.
-        num_replicas: only owners with this number of replicas are returned."""
+        """Returns, for each other stage that owns tied parameters of this stage, the leaves of their newest
+        version. num_replicas: only owners with this number of replicas are returned."""
         return [
             group.versions.leaves(group.slot_of(group.newest))
             for owner, group in self._groups.items()
@@ -200,20 +201,21 @@ class TiedParameters:
 
     @property
     def owned_gradient_slot(self) -> int:
-        """The slot of the version that the latest backward read."""
+        """The slot of the version of owned parameters that the latest backward read."""
         return 0 if self._owned is None else self._owned.gradient_slot
 
     def slots_read_by(self, minibatch: int, microbatch: int = 0) -> dict[int, int]:
-        """The slots that the microbatch reads, by owner."""
+        """Returns by owner the slot that the microbatch reads."""
         return {owner: group.slot_read_by(minibatch, microbatch) for owner, group in self._groups.items()}
 
     def slots_at(self, boundary: int) -> dict[int, int]:
-        """The slots, by owner, of the version before this minibatch, which is a boundary of the run."""
+        """Returns by owner the slot of the version after all minibatches before this one. At this minibatch
+        the run has a boundary (stage/boundaries.py)."""
         return {owner: group.slot_at(boundary) for owner, group in self._groups.items()}
 
     def begin_backward(self, minibatch: int, microbatch: int) -> None:
-        """Moves the gradients so far to the leaves of the version that this backward reads. There the
-        backward adds its own gradients."""
+        """Moves the round's gradients so far to the leaves of the version that this backward reads, because
+        the backward adds its own gradients there."""
         for group in self._groups.values():
             slot = group.slot_read_by(minibatch, microbatch)
             if slot != group.gradient_slot:
@@ -221,7 +223,7 @@ class TiedParameters:
                 group.gradient_slot = slot
 
     def part_gradients(self) -> None:
-        """Gives each gradient so far its own memory (WeightVersions.part_gradients)."""
+        """Gives each gradient so far its own memory."""
         for group in self._groups.values():
             group.versions.part_gradients(group.gradient_slot)
 
@@ -234,16 +236,16 @@ class TiedParameters:
             self._received[user] = [None if part is None else part * factor for part in received]
 
     def kept_slots(self, minibatch: int) -> dict[int, dict[int, int]]:
-        """Returns by owner and version the slots of the versions that a run needs if it continues with this
-        minibatch. Call it when all updates before the minibatch are here."""
+        """Returns by owner the versions that a run needs if it continues with this minibatch, and the slot of
+        each. Call it when all updates before the minibatch are here."""
         return {
             owner: {version: group.slot_of(version) for version in group.kept_from(minibatch)}
             for owner, group in self._groups.items()
         }
 
     def kept_owned_slots(self, minibatch: int) -> dict[int, int]:
-        """Returns by version the slots of the owned versions that a run needs if it continues with this
-        minibatch. This replica may have only its own shard of the newest version."""
+        """Returns the owned versions that a run needs if it continues with this minibatch, and the slot of
+        each. This replica may have only its own shard of the newest version."""
         if self._owned is None:
             return {}
         oldest = self._owned.kept_from(minibatch).start
@@ -256,10 +258,9 @@ class TiedParameters:
         return {owner: group.slot_of(group.newest) for owner, group in self._groups.items()}
 
     def poison_freed_by(self, minibatch: int, microbatch: int = 0) -> None:
-        """Fills a version with NaN if this replica has no later microbatch that reads the version. A later
-        update writes the slot again. If there are replicas, owned versions are not filled, because they may
-        still be
-        sent to another replica."""
+        """Fills a version with NaN after the replica's last microbatch that reads it. A later update writes
+        the slot again. If there are replicas, owned versions are not filled, because they may still be sent
+        to another replica."""
         next_minibatch, next_microbatch = self._own_after(minibatch, microbatch)
         for owner, group in self._groups.items():
             version = _core.tied_version(self._schedule, owner, minibatch, microbatch)
@@ -269,14 +270,14 @@ class TiedParameters:
                 group.versions.poison(group.slot_of(version))
 
     def _own_after(self, minibatch: int, microbatch: int) -> tuple[int, int]:
-        """The replica's next microbatch."""
+        """Returns the (minibatch, microbatch) that this replica has after the given one."""
         m = self._schedule.num_microbatches
         return divmod(minibatch * m + microbatch + self._num_replicas(self._stage), m)
 
     def gradients_for(self, owner: int) -> list[Tensor]:
         """Takes this stage's gradients of a minibatch for the parameters that it shares with the owner. The
-        first tensor says which parameters have a gradient, because an optimizer skips a parameter that has no
-        gradient from any use."""
+        first tensor says which parameters have a gradient, because an optimizer skips a parameter without any
+        gradient."""
         group = self._groups[owner]
         leaves, gradients = group.versions.leaves(group.gradient_slot), group.take_gradients()
         are_there = [gradient is not None for gradient in gradients]
@@ -307,8 +308,8 @@ class TiedParameters:
         return total
 
     def begin_update(self) -> tuple[int, int]:
-        """Returns (slot of the newest owned version, slot of the next). Waits until the version that lies in
-        the second slot has been sent to all users."""
+        """Returns (slot of the newest owned version, slot of the next). The second slot still holds an old
+        version, so this waits until that version has been sent to all users."""
         if self._owned is None:
             return 0, 0
         newest = self._newest_owned
@@ -316,19 +317,19 @@ class TiedParameters:
         return self._owned.slot_of(newest), self._owned.slot_of(newest + 1)
 
     def wait_for_users(self, num_left_max: int) -> None:
-        """Waits until at most so many owned versions are still to be sent to each user."""
+        """Waits until at most num_left_max owned versions are still to be sent to each user."""
         if self._wait_until_sent is not None:
             for user in self._users:
                 self._wait_until_sent(user, num_left_max)
 
     def finish_update(self) -> None:
-        """Ends an update: the next version is written."""
+        """Ends an update. Call it when the next version is written."""
         if self._owned is not None:
             self._owned.newest_of[self._own_index] += 1
 
     def version_for(self, user: int) -> list[Tensor]:
-        """Returns this replica's pieces of the newest version that the user shares. The core sends them
-        without a copy."""
+        """Returns this replica's pieces of the newest version, of the parameters that the user shares. The
+        core sends them without a copy."""
         assert self._owned is not None
         shared = self._users[user]
         pieces = [piece for piece in self._owned.pieces[self._own_index] if piece.parameter in shared]

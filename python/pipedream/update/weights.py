@@ -49,7 +49,7 @@ class _Reference:
     original: Any
     of_slot: list[Any]
     filled_with: Callable[[Sequence[nn.Parameter]], Any]
-    """Returns the place's value with these parameters in it."""
+    """Returns the value to store in the place, with these parameters in it."""
 
     def follow(self, slot: int) -> None:
         self._put(self.of_slot[slot])
@@ -70,7 +70,7 @@ class _Reference:
 
 
 class WeightVersions:
-    """Some parameters of a stage in flat slots, one slot per version.
+    """The versions of some parameters of a stage in flat slots, one slot per version.
 
     `slots` are flat uint8 tensors; the parameters are copied into the newest version's slot. `resident` says
     which versions are in device memory; None if all of them are. A leaf views the memory in which its version
@@ -86,7 +86,7 @@ class WeightVersions:
         newest_slot: int = 0,
         older: Mapping[int, Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """older: the contents of the versions except the newest, by slot."""
+        """older: by slot, the contents of all versions except the newest."""
         self.names = [name for name, _ in named]
         self._originals = [parameter for _, parameter in named]
         self._stage = stage
@@ -144,7 +144,7 @@ class WeightVersions:
         return {version: contents(slot) for version, slot in slot_of.items()}
 
     def _views_of(self, slot: Tensor) -> list[Tensor]:
-        """Views the parameters in a flat slot."""
+        """Returns views of a flat slot, one per parameter."""
         pairs = zip(self._offsets, self._originals, strict=True)
         return [view_like(slot, offset, original) for offset, original in pairs]
 
@@ -211,16 +211,16 @@ class WeightVersions:
         return gradients
 
     def move_gradients(self, from_slot: int, to_slot: int) -> None:
-        """Moves the accumulated gradients to the leaves of another slot, where the next backwards add their
-        gradients."""
+        """Moves the accumulated gradients to the leaves of another slot, because the next backwards add their
+        gradients there."""
         for old, new in zip(self._leaves[from_slot], self._leaves[to_slot], strict=True):
             if old.grad is not None:
                 gradient, old.grad = old.grad, None
                 new.grad = gradient
 
     def part_gradients(self, slot: int) -> None:
-        """Copies gradients that share memory with another tensor. Only a parameter's first gradient is
-        looked at, and the gradients of parameters whose first gradient shared memory."""
+        """Copies gradients that share memory with another tensor. Each parameter's first gradient is checked.
+        Later gradients are checked only if the parameter's first gradient shared memory."""
         leaves = self._leaves[slot]
         unseen, self._unseen = self._unseen, []
         for index in (*self._sharing, *unseen):
@@ -233,8 +233,8 @@ class WeightVersions:
                 self._sharing.add(index)
 
     def check_no_hooks(self) -> None:
-        """Raises ValueError for a hook that a forward has registered at the leaf of one version: the leaves
-        of other versions do not have it."""
+        """Raises ValueError if a forward has registered a hook at the leaf of one version, because the leaves
+        of other versions do not have that hook."""
         for leaves in self._leaves if self.num_slots > 1 else ():
             for name, leaf in zip(self.names, leaves, strict=True):
                 if leaf._backward_hooks:
@@ -265,20 +265,20 @@ class WeightVersions:
             self._resident.prefetch(slot)
 
     def begin_update(self, read_slot: int, write_slot: int) -> None:
-        """Prepares the slots before the newest version is written from the one before."""
+        """Prepares the slots of an update, which reads the version in read_slot and writes the other slot."""
         if self._resident is not None:
             self._resident.read(read_slot)
             self._resident.write(write_slot)
 
     def end_update(self, write_slot: int) -> None:
-        """Settles the slot after its version has been written."""
+        """Ends an update after its version has been written."""
         if self._resident is not None:
-            self.settle(write_slot)  # then the home gets the slot's content
+            self.settle(write_slot)  # so that the version's home gets the new values from the slot
             self._resident.written(write_slot)
 
     def copy_version(self, read_slot: int, write_slot: int) -> None:
-        """Copies a version leaf by leaf and not as a whole slot. A layer may have pointed its leaves at other
-        memory than the slot, as a recurrent layer does with flatten_parameters()."""
+        """Copies a version leaf by leaf and not as a whole slot. A layer may have pointed its leaves at
+        memory outside of the slot, as a recurrent layer does with flatten_parameters()."""
         if write_slot != read_slot and self._originals:
             with torch.no_grad():
                 torch._foreach_copy_([*self._leaves[write_slot]], [*self._leaves[read_slot]])
@@ -298,7 +298,7 @@ class WeightVersions:
         with torch.no_grad():
             for leaf, original in zip(self._leaves[slot], self._originals, strict=True):
                 original.copy_(leaf)
-        self.follow_new_references()  # now no layer keeps a version
+        self.follow_new_references()  # so that no layer keeps a leaf of a version
         for container, key, parameter in self._own_places:
             container[key] = self._originals[parameter]
         for reference in self._references:
@@ -306,11 +306,11 @@ class WeightVersions:
         self._bound_slot = -1
 
     def _find_places(self) -> None:
-        """Finds the places where parameters are bound. A parameter that is tied within the stage has several
-        places."""
+        """Finds the places to which bind() writes parameters. A parameter that is tied within the stage has
+        several places."""
         index_of = {id(parameter): index for index, parameter in enumerate(self._originals)}
-        # Places in these tables are written at every bind, in one short loop. Recurrent layers read their
-        # weights from a list of their own (_flat_weights), so that list counts as a table, too.
+        # bind() writes the places in these tables in one short loop. Recurrent layers read their weights from
+        # the list _flat_weights, so that list counts as a table, too.
         tables = {id(module._parameters) for module in self._stage.modules()}
         tables |= {id(getattr(module, "_flat_weights", None)) for module in self._stage.modules()}
         self._own_places: list[tuple[Any, Any, int]] = []
@@ -331,7 +331,7 @@ class WeightVersions:
         ]
 
     def _reference(self, place: Place, index_of: Mapping[int, int]) -> _Reference:
-        """Makes the reference of a place. index_of: the index of the parameter, by the id of a tensor that
+        """Makes the reference for a place. index_of: the index of a parameter by the id() of a tensor that
         may be in the place now."""
 
         def filled_with(parameters: Sequence[nn.Parameter]) -> Any:
@@ -352,7 +352,8 @@ class WeightVersions:
         )
 
     def settle(self, slot: int) -> None:
-        """Makes the leaves view their places in the slot again. The values of the leaves do not change."""
+        """Makes the leaves views of the slot again if a layer has pointed them at other memory. Copies their
+        values into the slot."""
         position = slot if self._resident is None else self._resident.position_of(slot)
         if position is None:
             return
@@ -362,8 +363,8 @@ class WeightVersions:
                 leaf.data = view
 
     def show(self, slot: int) -> None:
-        """Makes the leaves view their places in the slot again, because a new version is written there
-        next."""
+        """Makes the leaves views of the slot again, like settle(), but without their values. The caller then
+        writes a new version there."""
         for leaf, view in zip(self._leaves[slot], self._views[slot], strict=True):
             if leaf.data_ptr() != view.data_ptr():
                 leaf.data = view
@@ -383,8 +384,8 @@ class StageWeights:
         older: Mapping[int, Mapping[str, Tensor]] | None = None,
         older_tied: Mapping[int, Mapping[int, Mapping[str, Tensor]]] | None = None,
     ) -> None:
-        """tied: by owner, the parameters that the owner shares with this stage, and their slots. resident:
-        None unless own_slots hold only some of the own versions at a time.
+        """tied: by owner, the parameters that the owner shares with this stage, and their slots.
+        resident: None unless own_slots hold only some of the own versions at a time.
         newest_slot, older: as for WeightVersions, for the own versions.
         older_tied: by owner, `older` for the tied versions."""
         by_owner = dict(tied or {})
@@ -400,21 +401,21 @@ class StageWeights:
 
     @classmethod
     def of(cls, own: WeightVersions) -> StageWeights:
-        """Makes StageWeights of these versions alone, without ties."""
+        """Makes an object with these versions alone, without tied parameters."""
         made = cls.__new__(cls)
         made.own, made.tied = own, {}
         return made
 
     def bind(self, own_slot: int, tied_slots: Mapping[int, int]) -> None:
-        """tied_slots: by owner."""
+        """Makes the modules read these versions. tied_slots: the slot of the tied version, by owner."""
         self.own.bind(own_slot)
         for owner, slot in tied_slots.items():
-            # Another stage of this worker may share the same modules, and may have bound them since.
+            # Another stage of this worker may share the modules, and may have bound them since then.
             self.tied[owner].unbind()
             self.tied[owner].bind(slot)
 
     def bind_values(self, own: Sequence[Tensor], tied: Mapping[int, Sequence[Tensor]]) -> None:
-        """tied: by owner."""
+        """Makes the modules read these values until the next bind(). tied: by owner."""
         self.own.bind_values(own)
         for owner, values in tied.items():
             self.tied[owner].bind_values(values)
@@ -492,12 +493,12 @@ def masters_layout(named: NamedParameters) -> tuple[int, list[int]]:
 
 
 def view_like(slot: Tensor, offset: int, original: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Views the slot from byte `offset` on as a tensor with the original's shape and strides. dtype: None
-    takes the original's."""
+    """Returns a view of the slot from byte `offset` on, with the original's shape and strides. dtype: None
+    takes the original's dtype."""
     dtype = dtype or original.dtype
     flat = slot[offset : offset + original.numel() * dtype.itemsize].view(dtype)
-    # The view gets the original's strides, because torch chooses kernels by strides (channels_last), and each
-    # kernel rounds differently.
+    # Torch chooses kernels by strides (channels_last), and kernels round differently. So the view has the
+    # original's strides.
     view = (
         flat.as_strided(original.shape, original.stride())
         if _is_dense(original)
