@@ -1,17 +1,20 @@
-"""A run has boundaries between groups of minibatches, at which events such as an evaluation or a checkpoint
-may be due. At boundary N a stage has made the updates of minibatches 0 to N - 1, and no update of minibatch
-N. N is a multiple of the group size, `minibatches_between_drains`.
+"""A run has boundaries between groups of minibatches. At a boundary events may be due, such as an evaluation
+or a checkpoint. At boundary N a stage has made the updates of minibatches 0 to N - 1, and no update of
+minibatch N. N is a multiple of the group size, `minibatches_between_drains`.
 
     stage 0     decides which events are due at N, once it has read the group that begins with minibatch N,
                 or has found the end of the data there
-    the items   carry the decision: all activations of that group, or the message that the data are over
+    messages    carry the decision downstream: all activations of that group, or the end of the data
     stage s     calls its listeners twice, because forwards change buffers and updates change weights:
                 begin   before its first FORWARD of the group: the buffers have their state of the boundary
-                reach   later, after UPDATE N - 1 and before UPDATE N: so do the weights
+                reach   later, after UPDATE N - 1 and before UPDATE N: the weights have theirs
     STOP        the run ends at N, so minibatch N is not trained
 
-        stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary N = 5, two in flight:
-                             begin       reach           U4 has made version N
+An example for the boundary N = 5 at stage 0, with two minibatches in flight (F5 is the forward of minibatch
+5, B a backward, U an update):
+
+    F4 B3 U3 | F5    B4 U4      B5 U5      U4 makes version 5
+           begin       reach
 
 A boundary may begin before the previous boundary is reached. A stage waits for other stages only if an
 evaluation's answer is needed at once. No stage looks ahead into its data. The last group may be incomplete.
@@ -43,8 +46,8 @@ __all__ = [
 
 
 class BoundaryListener(Protocol):
-    """Works at boundaries of a worker. Each call is for one stage and one boundary. events: bits such as
-    EVALUATE, combined."""
+    """Does work at the boundaries of a worker. Each call is for one stage and one boundary. events: the
+    events that are due, as bits such as EVALUATE."""
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
         """Called before the stage's forward of this minibatch, after all its earlier forwards."""
@@ -57,17 +60,17 @@ class BoundaryListener(Protocol):
 
 @dataclass(frozen=True)
 class Planned:
-    """An event whose boundaries follow from the position in the data, so that all replicas of stage 0 plan
-    the same ones."""
+    """An event whose boundaries follow from the position in the data. So all replicas of stage 0 plan the
+    same boundaries."""
 
     event: int
     every: int | str
-    """Minibatches, "epoch", or "end" of the data."""
+    """A number of minibatches, "epoch" for the end of each epoch, or "end" for the end of the data."""
 
 
 class StageZeroGate:
     """Decides at a replica of stage 0 which minibatches are trained, and which events are due at boundaries.
-    Lives as long as a segment."""
+    Each segment of a run has a gate of its own (worker/segment.py)."""
 
     def __init__(
         self,
@@ -83,7 +86,8 @@ class StageZeroGate:
         begins_with: int,
     ) -> None:
         """evaluates: whether this replica runs the evaluations.
-        saves_before: decides on a SNAPSHOT that does not follow from the data.
+        saves_before: returns whether a SNAPSHOT is due at this boundary for a reason that does not follow
+        from the data, such as the time.
         first_of_run: the boundary at which the run begins.
         begins_with: all events that are due at first_of_run."""
         self._source = source
@@ -96,20 +100,20 @@ class StageZeroGate:
         self._first_of_run = first_of_run
         self._begins_with = begins_with
         self._group = -1
-        self._evaluated = -1  # the last group whose first forward was put off for an evaluation
+        self._evaluated = -1  # the last group whose first forward waited for an evaluation
         self._late = 0  # events that are moved to the end of the data
         self.evaluates_first = False
-        """Whether admits() refused the newest minibatch only because an evaluation comes before it. The
-        minibatch is asked for again after the evaluation."""
+        """Whether admits() refused the newest minibatch only because an evaluation comes before it. Then
+        admits() is called for the minibatch again after the evaluation."""
         self.events = 0
         """Events that are due at the boundary before the current group."""
         self.end = (0, 0)
-        """The number of minibatches and the events at their end, once admits() has found the end."""
+        """(number of minibatches, events at the end of the data), once admits() has found the end."""
 
     def admits(self, minibatch: int, fetch: Callable[[int], bool]) -> bool:
-        """Reads the minibatch and returns True. Returns False if there is no such minibatch, or if
-        evaluates_first says that an evaluation comes before it. fetch: reads a minibatch, and returns
-        whether it exists."""
+        """Reads the minibatch and returns True. Returns False if there is no such minibatch, or if an
+        evaluation comes before it (evaluates_first). fetch: reads a minibatch, and returns whether it
+        exists."""
         self.evaluates_first = False
         group = minibatch - minibatch % self._group_size
         if group == self._group:
@@ -122,7 +126,8 @@ class StageZeroGate:
         self._group, self.events = group, 0
         if is_first:
             return self._begin_run(group)
-        # A replica without a microbatch of a short last group would not learn of a stop before that group.
+        # If the last group is short, a replica without microbatches in it would not learn of a stop before
+        # it.
         is_whole = self._source.num_minibatches >= group + self._group_size
         if self._group_size > 1 and is_whole and self._stops_before(group):
             return self._end(group, STOP | self._saved_at_stop())
@@ -165,8 +170,8 @@ class StageZeroGate:
         return True
 
     def _puts_off(self, group: int) -> bool:
-        """Whether an evaluation has to run before the group's first forward. The second call for a group
-        returns False, because the evaluation is over then."""
+        """Whether an evaluation has to run before the group's first forward. Once it has run, the call
+        returns False for the group."""
         if not self._evaluates or self._evaluated == group:
             return False
         self._evaluated, self._group, self.evaluates_first = group, -1, True
@@ -177,8 +182,7 @@ class StageZeroGate:
             self._asking.note_loss(minibatch, part)
 
     def _saved_at_stop(self) -> int:
-        """Returns SNAPSHOT if the run writes checkpoints, because it then also writes a checkpoint where it
-        is stopped."""
+        """Returns SNAPSHOT if the run writes checkpoints. Such a run also writes one where it is stopped."""
         return SNAPSHOT if any(planned.event == SNAPSHOT for planned in self._planned) else 0
 
     def _stops_before(self, group: int) -> bool:
@@ -195,13 +199,13 @@ class StageZeroGate:
         """Returns the events at the end of the data of this segment."""
         end = self._source.num_minibatches
         if self._source.larger is not None or end == self._first_of_run:
-            # If the segment ends before a larger minibatch, the next segment begins at this boundary and
-            # decides about its events. If the data end at the run's first boundary, the events of that
-            # boundary are due.
+            # If the segment ends before a minibatch larger than planned, the next segment begins at this
+            # boundary and decides about its events. If the data end at the run's first boundary, the events
+            # of that boundary are due.
             return self._begins_with if end == self._first_of_run and self._source.larger is None else 0
         begin = (end - 1) - (end - 1) % self._group_size  # the last boundary before the end
         if end % self._group_size and begin > self._first_of_run:
-            # Events that are planned for the boundary before a short last group come at the end instead.
+            # Events that are planned for the boundary before a short last group are made at the end instead.
             begin -= self._group_size
         return self._planned_in(begin, end, is_end=True) | self._late
 
@@ -250,19 +254,20 @@ class Boundaries:
         """By stage, in order: (boundary, events) of the boundaries for which begin() was called, and reach()
         not yet."""
         self._newest = (-1, 0)
-        """(boundary, events) of the boundary that began last at any stage here."""
+        """(boundary, events) of the boundary that began last at any stage of this worker."""
 
     def has_stage(self, stage: int) -> bool:
         return stage in self._begun
 
     def events_in_hand(self, minibatch: int) -> int:
-        """Returns the events that an activation carries from one stage of this worker to another."""
+        """Returns the events that a forward carries on from the previous stage, if this worker has both
+        stages."""
         group, events = self._newest
         return events if minibatch - minibatch % self.group_size == group else 0
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
-        """Called before a forward of this minibatch. events: the events that its activation carries. The
-        listeners are told once per boundary."""
+        """Tells the listeners that a boundary begins. Call it before each forward of this minibatch; only the
+        first call for a boundary has an effect. events: the events that the forward's activation carries."""
         group = minibatch - minibatch % self.group_size
         if self._begun[stage] == group:
             return
@@ -287,7 +292,7 @@ class Boundaries:
                 listener.reach(stage, group, events)
 
     def end(self, num_minibatches: int, events: int) -> None:
-        """Tells the listeners of the events at the end, after all work is done."""
+        """Tells the listeners of the events at the end of the data. Call it when all other work is done."""
         for stage in self._begun if events else ():
             for listener in self._listeners:
                 listener.begin(stage, num_minibatches, events)

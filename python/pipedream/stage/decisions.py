@@ -1,5 +1,5 @@
-"""A run may end early or be changed by its callbacks. This module makes these decisions, which do not follow
-from the data.
+"""Decides whether a run ends early, and which changes its callbacks make. These decisions do not follow from
+the data. They take effect at boundaries (boundaries.py).
 
     a wish to end   Rank 0 ends the run at its next boundary. If stage 0 has replicas, rank 0 names a later
                     boundary, which no replica has passed.
@@ -49,7 +49,7 @@ _BITS, _DOUBLE = struct.Struct("<Q"), struct.Struct("<d")
 
 
 class StopOrder(Protocol):
-    """A request to end the run early, and the boundary at which the run then ends."""
+    """A request to end the run early, and the boundary at which the run ends then."""
 
     @property
     def is_stop_asked(self) -> bool: ...
@@ -60,15 +60,15 @@ class StopOrder(Protocol):
 
 
 class Stopping:
-    """Decides at which boundary a run ends if the user asks to end it early. It ends at rank 0's next
-    boundary.
+    """Decides at which boundary a run ends if the user asks to end it early. With one replica of stage 0 it
+    is rank 0's next boundary.
 
     If stage 0 has replicas, rank 0 names a boundary that no replica has passed. Rank 0 writes the order
     before its next push. Each replica needs rank 0's push of every round, so it reads the order in time."""
 
     def __init__(self, order: StopOrder, *, decides: bool, lead: int) -> None:
-        """decides: whether this is rank 0. lead: minibatches from the boundary at which rank 0 decides to the
-        boundary at which the run ends.
+        """decides: whether this is rank 0. lead: number of minibatches from the boundary at which rank 0
+        decides to the boundary at which the run ends.
         """
         self._order = order
         self._decides = decides
@@ -84,32 +84,33 @@ class Stopping:
 
 
 class AnswerWay(Protocol):
-    """Carries questions to the callbacks and answers to the stages. Boundaries are counted from the first run
-    on, if a run continues earlier runs."""
+    """Carries questions to the callbacks, and answers to the stages. If a run continues earlier runs,
+    boundaries are counted from the first run on."""
 
     def ask(self, question: Question) -> None:
-        """Asks the callbacks, at rank 0."""
+        """Asks the callbacks. Only rank 0 calls it."""
 
     def note_norm(self, norm: float) -> None:
-        """Notes the norm of the next update's gradients, at rank 0."""
+        """Notes the norm of the next update's gradients. Only rank 0 calls it."""
 
     waits: bool
-    """Whether the run has to wait even for an answer that decides nothing."""
+    """Whether the run has to wait for answers that decide nothing, too."""
 
     def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
-        """Returns the events of the answer that is due at this boundary, at any replica of stage 0.
+        """Waits for the answer that is due at this boundary, and returns its events. Each replica of stage 0
+        calls it.
 
         losses: this replica's parts of the losses of the question's minibatches. A minibatch's loss is the
         sum of all replicas' parts.
         check: called during the wait. It raises the error that ends the run."""
 
     def rate_factor(self, boundary: int) -> float:
-        """Returns the rate factor of the answer that was due at this boundary, at any worker. Call it after
+        """Returns the rate factor of the answer that was due at this boundary. Any worker may call it, after
         wait()."""
 
 
 class Asking:
-    """Asks the callbacks at a replica of stage 0."""
+    """Asks the callbacks questions on behalf of one replica of stage 0."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class Asking:
         rates: returns the present learning rates.
         first_minibatch: the run's first minibatch.
         origin: the minibatch from which callbacks count.
-        answered: the events that callbacks decided on before the run, by boundary."""
+        answered: by boundary, the events that callbacks decided on before this run began."""
         self._way = way
         self._points = points
         self._lead = lead
@@ -138,20 +139,20 @@ class Asking:
         self._answered = answered or {}
         self._asks = asks
         self.check: Callable[[], None] = lambda: None
-        """Raises the failure of a link, if the segment has one."""
+        """Raises the failure of a link, if the segment has had one."""
         self._told_to = first_minibatch
         self._evaluations: list[int] = []
         """Boundaries of evaluations that no question has reported to the callbacks yet."""
         self._due: list[tuple[int, int]] = []
         """(boundary of the answer, boundary of the question) of the answers that are still due."""
         self._losses: dict[int, float] = {}
-        """This replica's losses by minibatch. A loss lacks the microbatches whose gradients have not come
-        back to stage 0."""
+        """This replica's losses by minibatch. A microbatch's part is added when its gradient has come back to
+        stage 0."""
         self._waited_to = first_minibatch
 
     def note_loss(self, minibatch: int, part: float) -> None:
-        """Adds a loss when the gradient of its microbatch has come back. part: the microbatch's part of the
-        loss of its minibatch."""
+        """Adds a microbatch's part of the loss of its minibatch. Call it when the microbatch's gradient has
+        come back."""
         self._losses[minibatch] = self._losses.get(minibatch, 0.0) + part
 
     def note_norm(self, norm: float) -> None:
@@ -160,9 +161,8 @@ class Asking:
             self._way.note_norm(norm)
 
     def holds_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], *, evaluates: bool) -> bool:
-        """Whether the minibatches from this group on have to wait for the answer to a question at its
-        boundary.
-        evaluates: whether the weights are evaluated at that boundary."""
+        """Whether this group's minibatches have to wait for the answer to a question at the boundary before
+        them. evaluates: whether the weights are evaluated at that boundary."""
         return self.answers_at_once and self._asks_at(group, ended_epochs, evaluates=evaluates)
 
     @property
@@ -180,7 +180,7 @@ class Asking:
     ) -> int:
         """Asks the callbacks if a question is due. Returns the events that the callbacks want at the boundary
         before this group.
-        evaluates: as in holds_at(). If holds_at() returned True, the evaluation is over by now."""
+        evaluates: as in holds_at(). If holds_at() returned True, call this after the evaluation."""
         if evaluates:
             self._evaluations.append(group)
         if self._asks_at(group, ended_epochs, evaluates=evaluates):
@@ -191,9 +191,9 @@ class Asking:
         return events
 
     def ask_again(self, group: int, source: MinibatchSource) -> int:
-        """Asks the question of the run's first group again. The run continues from a checkpoint whose
-        evaluation was still due, and that evaluation is over now. Returns the events of an answer that is due
-        at once."""
+        """Asks the question of the run's first group again. Call it if the run continues from a checkpoint
+        whose evaluation was still due, and that evaluation is over now. Returns the events of an answer that
+        is due at once."""
         self._evaluations.append(group)
         self._ask(group, (), source)
         return self._due_events(group)
@@ -219,7 +219,7 @@ class Asking:
             self._due.append((takes_effect, group))
 
     def finish(self, num_minibatches: int, source: MinibatchSource) -> None:
-        """Reports, at the end, the minibatches that no question has reported to the callbacks."""
+        """Tells the callbacks at the end of the run about the minibatches since the last question."""
         if self._asks:
             samples = self._samples_to(num_minibatches, source)
             self._way.ask(Question(num_minibatches, None, [], samples, self._rates()))
@@ -242,8 +242,8 @@ class Asking:
 
 
 class RateChanges:
-    """Changes the learning rates of this worker's stages when an answer of the callbacks asks for it. A
-    BoundaryListener."""
+    """A BoundaryListener that changes the learning rates of this worker's stages if an answer of the
+    callbacks asks for it."""
 
     def __init__(
         self,
@@ -251,8 +251,8 @@ class RateChanges:
         scale_rates: Callable[[int, float], None],
         answered: Mapping[int, float],
     ) -> None:
-        """scale_rates: called with a stage and a factor. answered: factors of answers from before the run,
-        by boundary."""
+        """scale_rates: called with a stage and a factor. answered: by boundary, the factors that callbacks
+        decided on before this run began."""
         self._way = way
         self._answered = answered
         self._scale_rates = scale_rates
@@ -267,7 +267,7 @@ class RateChanges:
 
 @dataclass(frozen=True)
 class Steered:
-    """The objects that steer a worker, in all segments of a run."""
+    """The objects that let callbacks and users change a run. They live through all segments of the run."""
 
     stopping: Stopping | None = None
     asking: Asking | None = None
@@ -275,7 +275,8 @@ class Steered:
 
 
 def bits_of_loss(loss: float) -> int:
-    """Returns the loss as bits, so that the data_fingerprint field of a gradient's header can carry it."""
+    """Returns the bits of the loss as an integer. The field data_fingerprint of a gradient's header carries
+    it."""
     (bits,) = _BITS.unpack(_DOUBLE.pack(loss))
     return int(bits)
 
@@ -286,27 +287,28 @@ def loss_of_bits(bits: int) -> float:
 
 
 def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:
-    """Returns the minibatches, in whole groups, by which a replica of stage 0 may be ahead of rank 0."""
+    """Returns the number of minibatches by which a replica of stage 0 may be ahead of rank 0, rounded up to
+    whole groups."""
     rounds = _core.rounds_of(schedule, 0)
     if rounds.num_replicas == 1:
         return 0
     # The sum counts the round that rank 0 has pushed last, the round that another replica has begun, and the
-    # rounds by which that replica's weights may be stale.
+    # rounds by which that replica's weights may be old.
     num_rounds = 2 + schedule.staleness + sync_every
     return _in_groups(schedule, _in_flight(schedule) + num_rounds * rounds.minibatches_per_round)
 
 
 def answer_lead(schedule: _core.ScheduleOptions) -> int:
-    """Returns the minibatches from a question's boundary to the boundary of its answer. When stage 0 reaches
-    the answer's boundary, the backwards of all minibatches before the question have come back to stage 0. So
-    it knows their losses, and waits for nothing but the callbacks."""
+    """Returns the number of minibatches from a question's boundary to the boundary of its answer. When stage
+    0 reaches the latter, the backwards of all minibatches before the question have come back. So stage 0
+    knows their losses, and waits only for the callbacks."""
     if _core.drains_every_minibatch(schedule):
         return 0
     return _in_groups(schedule, _in_flight(schedule))
 
 
 def _in_flight(schedule: _core.ScheduleOptions) -> float:
-    """Returns the minibatches in flight at all replicas of stage 0."""
+    """Returns the number of minibatches in flight at all replicas of stage 0 together."""
     return schedule.in_flight[0] * _core.rounds_of(schedule, 0).num_replicas / schedule.num_microbatches
 
 

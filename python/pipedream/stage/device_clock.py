@@ -1,14 +1,13 @@
-"""The device clock finds out when a device ran the user's code of each work item. It uses events that the
-device records.
+"""The device clock finds out when a device ran the user's code of each work item.
 
-The host's clock would only measure how long the host takes to launch work on the device. So one event is
-recorded before the item's first call of user code, and another event after the last call. Both events are
-read once the device has passed them; nothing waits for the device while the pipeline runs. Two events give
-only the time between them. So an item's time on the host's clock is computed from its distance to the item
-before.
+The host's clock would only measure how long the host takes to launch work on the device. So the device
+records one event before the item's first call of user code, and another event after the last call. Both
+events are read once the device has passed them; nothing waits for the device while the pipeline runs. Two
+events give only the time between them. So the clock adds the time since the previous item's last event to the
+host time of that event.
 
     host    |launch 0|launch 1|             tell 0 ...
-    device     b---- 0 ----e b------ 1 ------e
+    device     b---- 0 ----e b------ 1 ------e          b, e: the events of an item
 
 Owned by the worker's compute thread.
 """
@@ -36,7 +35,7 @@ class TimingEvent(Protocol):  # the interface of torch.cuda.Event(enable_timing=
     def query(self) -> bool: ...
     def synchronize(self) -> Any: ...
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to the other."""
+        """Returns the milliseconds from this event to the other."""
 
 
 @dataclass
@@ -50,7 +49,7 @@ class _Item:
 
 
 class DeviceClock:
-    """Reports when the device worked on each completed item, in the order of completion."""
+    """Reports when the device worked on each completed work item, in the order of completion."""
 
     def __init__(
         self,
@@ -58,15 +57,15 @@ class DeviceClock:
         tell: Callable[[int, int], None],
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """tell: called as tell(began_ns, ended_ns), for the oldest item that was not reported yet. Construct
-        the clock while the device is idle.
+        """tell: called as tell(began_ns, ended_ns) for each item in order. Construct the clock while the
+        device is idle.
         """
         self._make_event = make_event
         self._tell = tell
         self._now_ns = now_ns
         self._free: list[TimingEvent] = []
         self._doing = _Item(0, None, None)
-        self._pending: deque[_Item] = deque()  # bounded by the items in flight and those that wait for them
+        self._pending: deque[_Item] = deque()  # bounded by the items in flight, for which others wait
         self._anchor = make_event()  # the latest event that the device has passed
         self._anchor.record()
         self._anchor.synchronize()
@@ -86,7 +85,7 @@ class DeviceClock:
         self._doing.end.record()
 
     def complete(self) -> None:
-        """Ends an item, to which the calls since the last item belong."""
+        """Ends an item. The calls of user code since the last item belong to it."""
         if self._doing.begin is None:
             self._doing.recorded_ns = self._now_ns()
         self._pending.append(self._doing)
@@ -112,8 +111,8 @@ class DeviceClock:
     def _place(self, item: _Item) -> None:
         began_ns = ended_ns = max(self._anchor_ns, item.recorded_ns)
         if item.begin is not None and item.end is not None:
-            # The clocks of host and device drift apart. Two bounds correct that. An item cannot begin before
-            # it was recorded, and cannot end after it was seen to be done.
+            # The clocks of host and device drift apart, so two bounds correct the result. An item cannot
+            # begin before its first event was recorded. It cannot end after it was seen to be done.
             duration_ns = _ns(item.begin, item.end)
             earliest_ns, latest_ns = began_ns, max(self._now_ns() - duration_ns, began_ns)
             began_ns = min(max(self._anchor_ns + _ns(self._anchor, item.begin), earliest_ns), latest_ns)
@@ -155,7 +154,7 @@ class UserCodeOnDevice(UserCode):
 
 
 def make_device_clock(device: torch.device, tell: Callable[[int, int], None]) -> DeviceClock | None:
-    """Makes the clock; None for the host, where the host's own clock is enough."""
+    """Makes the clock of a GPU. Returns None for the host, where the host's own clock is enough."""
     return DeviceClock(_make_timing_event, tell) if device.type == "cuda" else None
 
 

@@ -1,8 +1,8 @@
-"""Some transfers are separate work items, not part of a forward or backward: gradients and versions of tied
-parameters, norms, and the pushes of replicas.
+"""Does the transfers that are work items of their own, not part of a forward or backward: gradients and
+versions of tied parameters, norms, and the pushes of replicas.
 
-The engine decides when each happens, and carries tensors to other workers. If both stages belong to this
-worker, this module passes the tensors from one stage to the other. Owned by the worker's compute thread.
+The engine decides when each transfer happens, and carries tensors to other workers. If both stages belong to
+this worker, this module passes the tensors from one stage to the other. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class EdgeTransfers:
         norms: NormExchange | None,
         servers: Mapping[int, ShardClient] | None = None,
     ) -> None:
-        """tied: this worker's tied parameters, by stage. norms: None if the schedule exchanges no norms.
-        servers: the shard clients of the stages with replicas, by stage.
+        """tied: this worker's tied parameters, by stage.
+        norms: None if the schedule exchanges no norms.
+        servers: by stage, the shard clients of the stages with replicas.
         """
         self._tied = tied
         self._norms = norms

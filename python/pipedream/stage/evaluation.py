@@ -6,8 +6,8 @@ measures loss and metrics.
     last EVALUATE  finds no more validation minibatches; the last stage then has a result
 
 Evaluations make no gradients. Layers run on copies of the buffers, so buffers, generators and modes are
-unchanged afterwards. The EVALUATEs of one evaluation form a block, without other items in between. If a stage
-has replicas, only the first one evaluates, with its own buffers. Owned by the worker's compute thread.
+unchanged afterwards. The EVALUATE items of one evaluation form a block: no other item runs in between. If a
+stage has replicas, only replica 0 evaluates, with its own buffers. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pipedream.update.weights import StageWeights
 
 __all__ = ["EvaluatedStage", "EvaluationPlan", "Evaluations", "Measures", "evaluation_name"]
 
-_OUTPUT_BYTES_MAX = 4 << 30  # bound of all outputs and targets that metrics are given at once
+_OUTPUT_BYTES_MAX = 4 << 30  # bound of the outputs and targets of all minibatches, if metrics get them whole
 
 Figures = dict[str, float]
 
@@ -50,7 +50,7 @@ class EvaluatedStage:
     """The parts of one stage that its evaluations use."""
 
     stage: StageModule
-    """The stage as the eval-mode forward is cut."""
+    """The stage as the eval-mode forward is cut. `trained` is the stage as the forward in training is cut."""
     trained: StageModule
     weights: StageWeights
     tied: TiedParameters
@@ -77,7 +77,7 @@ class EvaluatedStage:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """The parts of a worker's evaluations that are known before it trains."""
+    """The parts of a worker's evaluations that are known before the worker trains."""
 
     stages: Sequence[StageModule]
     """This worker's stages, as the eval-mode forward is cut."""
@@ -88,12 +88,12 @@ class EvaluationPlan:
 
 
 def evaluation_name(boundary: int) -> str:
-    """The name under which callbacks find an evaluation's figures."""
+    """Returns the name under which callbacks find the figures of the evaluation at this boundary."""
     return f"evaluation at {boundary}"
 
 
 class Measures:
-    """The losses and metrics of an evaluation so far, at the last stage."""
+    """Collects the losses and metrics of an evaluation at the last stage."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Measures:
         self._weight_fn = weight_fn
         self._metrics: Mapping[str, Metric] = validation.metrics
         self._keeps_outputs = validation.outputs
-        """True keeps whole outputs. A function returns the part of an output to keep."""
+        """True keeps whole outputs. A function returns the part of an output to keep. False keeps nothing."""
         self._losses: list[tuple[Tensor, float]] = []
         self._sums: dict[str, list[tuple[Any, Any]]] = {}
         self._kept: list[tuple[Any, Any]] = []
@@ -122,7 +122,7 @@ class Measures:
         count = samples_of(inputs, targets) or 1
         self.num_samples += count
         weight = float(count if self._weight_fn is None else self._weight_fn(targets))
-        if weight:  # a minibatch of weight 0 has a mean over nothing, NaN
+        if weight:  # the loss of a minibatch of weight 0 is the mean of nothing, NaN
             self._losses.append((loss.detach(), weight))
         if self._keeps_outputs:
             self._keep(output, targets)
@@ -144,8 +144,8 @@ class Measures:
         self._kept.append(on_host)
 
     def result(self) -> Figures:
-        """Returns the figures of the evaluation. The loss is a mean by the minibatches' weights; a metric
-        is the sum of its values over the sum of its counts."""
+        """Returns the figures of the evaluation, and begins the next. The loss is the mean weighted by the
+        minibatches' weights. A metric is the sum of its values divided by the sum of its counts."""
         several: Figures = {}
         if self._keeps_outputs:
             outputs, targets = ([pair[index] for pair in self._kept] for index in (0, 1))
@@ -181,7 +181,7 @@ def _pair(name: str, returned: Any) -> tuple[Any, Any]:
 
 
 class Evaluations:
-    """The evaluations of one worker, at replica 0 of its stages; a listener of its boundaries."""
+    """Runs the evaluations of one worker, at replica 0 of its stages. It is a BoundaryListener."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Evaluations:
         show: called as show(boundary, samples, figures) for each result at the last stage.
         describe: describes the worker in errors."""
         self.fields = _core.ItemFields()
-        """The fields that travel with the tensors of the latest EVALUATE."""
+        """The header fields that the core sends with the tensors of the latest EVALUATE."""
         self.results: list[tuple[int, int, Figures]] = []
         """(boundary, samples, figures) of each evaluation, at the last stage."""
         self._core = core
@@ -222,14 +222,14 @@ class Evaluations:
         self._kept: dict[tuple[int, int], dict[int, Tensor]] = {}
         """For each (stage, boundary), copies of the buffers by the id() of the buffer."""
         self._running: contextlib.ExitStack | None = None  # None outside a block
-        self._written_memory: dict[int, set[int]] = {}  # by stage, in a block
-        self._num_over = 0  # stages of this worker that have ended the block
+        self._written_memory: dict[int, set[int]] = {}  # by stage, inside a block
+        self._num_over = 0  # number of this worker's stages that have ended the block
 
-    # The listener of boundaries.
+    # The calls of a BoundaryListener.
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
         if not events & EVALUATE or minibatch <= self._boundary:
-            return  # already evaluated, when an earlier stage of this worker began
+            return  # an earlier stage of this worker began the evaluation, and it is already over
         self._kept[stage, minibatch] = self._copies_of_buffers(stage)
         if stage == self._first:
             self._core.begin_evaluation(minibatch)
@@ -240,8 +240,8 @@ class Evaluations:
     # Work items.
 
     def evaluate(self, work: _core.WorkItem) -> list[Tensor]:
-        """Does one EVALUATE, and returns the outputs; an empty list at the last stage. The first stage finds
-        out that there are no more minibatches, and tells the other stages."""
+        """Does one EVALUATE, and returns the tensors to send; an empty list at the last stage. If the first
+        stage finds no more minibatches, it tells the other stages."""
         stage = work.stage
         if self._running is None:
             self._begin_block(work.minibatch)
@@ -272,7 +272,7 @@ class Evaluations:
         return []
 
     def finish(self) -> None:
-        """Gives modules their own modes and buffers back. Also called after a failure."""
+        """Gives the modules their own modes and buffers back. Call it after a failure, too."""
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -322,7 +322,7 @@ class Evaluations:
         if self._reader is not None:
             self._reader.begin(boundary)
         if self._measures is not None:
-            # A copy, because a loss may have a state (a centre, a count), which validation must not change.
+            # A copy of the loss is used, because validation must not change the state of the loss.
             last = self._stages[self._last]
             loss_fn = spare_loss(self._measures.loss_fn, [root for _, root in last.trained.roots()])
             self._calls[self._last] = StageCalls(last.stage, loss_fn, self._device, self._autocast)
@@ -355,7 +355,7 @@ class Evaluations:
 @contextlib.contextmanager
 def _with_buffers(roots: Sequence[nn.Module], copies: Mapping[int, Tensor]) -> Any:
     """Puts `copies` into the modules in place of the buffers with these ids, until the context ends. The
-    buffers themselves are not written: a graph that waits for its backward may have saved them."""
+    buffers themselves are not written, because a graph that waits for its backward may have saved them."""
     former = [
         (module, name, buffer)
         for root in roots

@@ -1,5 +1,5 @@
-"""Workers write the norms of the gradients of minibatch 0. With PIPEDREAM_CHECK=1 the caller compares them
-with the norms that it computes itself.
+"""Writes the norms of the gradients of minibatch 0. With PIPEDREAM_CHECK=1 the caller compares them with
+norms that it computes without a pipeline.
 
 Owned by the worker's compute thread.
 """
@@ -18,15 +18,16 @@ __all__ = ["FirstGradients", "make_first_gradients"]
 
 
 class FirstGradients:
-    """Writes the norm of each stage's own parameters. Tied parameters belong to several stages, and are
-    left out."""
+    """Writes the norm of the gradients of each stage's own parameters. Tied parameters belong to several
+    stages, so they are left out."""
 
     def __init__(self, figures: FirstFigures, num_microbatches: int) -> None:
         self._figures = figures
         self._last_microbatch = num_microbatches - 1
 
     def note(self, work: _core.WorkItem, runner: StageRunner) -> None:
-        """Writes the norm after the last backward of minibatch 0, before its gradients are taken."""
+        """Writes the norm after the last backward of minibatch 0. Call it before an update takes the
+        gradients."""
         if work.minibatch == 0 and work.microbatch == self._last_microbatch:
             leaves = runner.prepared.weights.own.leaves(runner.gradient_slot)
             norm = math.sqrt(figures_of([leaf.grad for leaf in leaves]).squared_norm)
@@ -34,7 +35,7 @@ class FirstGradients:
 
 
 def make_first_gradients(folder: Path | None, num_microbatches: int) -> FirstGradients | None:
-    """Makes the writer; None if nobody compares. folder: the folder of the run."""
+    """Makes the writer; None without PIPEDREAM_CHECK=1. folder: the folder of the run."""
     if folder is None or not compares_gradients():
         return None
     return FirstGradients(FirstFigures(folder), num_microbatches)

@@ -59,7 +59,7 @@ _SETTINGS_OF_STATE = ("schedule", "microbatches", "autocast", "codec", "sync", "
 
 
 def _stages_of(plan: Plan) -> str:
-    """Describes in one line the part of a plan that decides which state each worker has."""
+    """Describes in one line the fields of a plan that decide which state each worker has."""
     stages = [
         f"layers {stage.first_layer} to {stage.last_layer}"
         + (f" x {stage.num_replicas}" if stage.num_replicas > 1 else "")
@@ -70,7 +70,7 @@ def _stages_of(plan: Plan) -> str:
 
 
 def _spares_of(plan: Plan) -> str | None:
-    """Names the first stage with spare shards, if there is one."""
+    """Names the first stage with spare shards; None if no stage has any."""
     with_spares = [index for index, stage in enumerate(plan.stages) if stage.num_spare_shards]
     return f"stage {with_spares[0]} has spare shards" if with_spares else None
 
@@ -84,7 +84,7 @@ class Continued:
     epoch: int = 0
     """The epoch of the minibatch."""
     evaluates: bool = False
-    """Whether the weights of this minibatch are still to be evaluated."""
+    """Whether the weights at this minibatch are still to be evaluated."""
     answers: Sequence[tuple[int, int, float]] = ()
     """(minibatch, events, rate factor) of the callbacks' decisions that take effect after the checkpoint."""
 
@@ -101,7 +101,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The places where a run's weights go, and the display of its progress."""
+    """The destinations of a run's weights, and the display of its progress."""
 
     gather: str
     save: str | None
@@ -112,15 +112,15 @@ class OutputOptions:
 @dataclass(frozen=True)
 class JobOptions:
     """The options of a run. Workers compare them, so they are equal at all workers (common/agreement.py).
-    Fields that are declared OWN are not compared. Among these is the plan, because all workers take rank
-    0's."""
+    Fields that are declared OWN are not compared. The plan is one of these, because all workers take rank 0's
+    plan."""
 
     plan: Plan = field(metadata=OWN)
     loss_fn: Callable[[Any, Any], Tensor] = field(metadata=OWN)
     optimizer: Callable[..., torch.optim.Optimizer] = field(metadata=OWN)
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = field(metadata=compared(said=given))
     schedule: str | Program = field(metadata=compared(said=_said_of_schedule))
-    """The schedule's name or a program. A program also gives the microbatches, and its in_flight replaces
+    """The schedule's name, or a program. A program also gives the microbatches, and its in_flight replaces
     the plan's."""
     microbatches: int
     weight_fn: Callable[[Any], Any] | None = field(metadata=compared(said=given))
@@ -150,8 +150,8 @@ class JobOptions:
     continues: Continued | None = field(default=None, metadata=OWN)
     """The checkpoint from which the run continues. All workers use rank 0's value."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
-    """For each entry of the data, the minibatch in which the entry is largest (planning.shapes.largest_in).
-    Used in errors."""
+    """By entry of the data, the minibatch in which the entry is largest (planning.shapes.largest_in). Errors
+    name it."""
 
     @property
     def schedule_name(self) -> str:
@@ -159,14 +159,14 @@ class JobOptions:
 
     @property
     def first_minibatch(self) -> int:
-        """The first minibatch of this run. A run that continues another run does not start again from 0."""
+        """The first minibatch of this run; not 0 if this run continues another run."""
         if self.continues is not None:
             return self.continues.minibatch
         return 0 if self.state is None else self.state.minibatch
 
     @property
     def measures_gradients(self) -> bool:
-        """Whether updates need the gradients' norm, or callbacks want to know it."""
+        """Whether updates need the gradients' norm, or callbacks ask for it."""
         if self.max_grad_norm is not None or self.autocast is torch.float16:
             return True
         has_none = self.is_asynchronous or self.reduces_together or self.plan.num_spares
@@ -178,13 +178,13 @@ class JobOptions:
 
     @property
     def reduces_together(self) -> bool:
-        """Whether replicas of a stage update with an all-reduce, and not by shards."""
+        """Whether the replicas of a stage update after an all-reduce, and not by shards."""
         is_asked_for = self.replication.sync == "allreduce" or self.replication.sync_every > 1
         return is_asked_for and self.has_replicas
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether every gradient of a replica makes a separate update."""
+        """Whether every gradient of a replica makes an update of its own."""
         return self.replication.sync == "asp" and self.has_replicas
 
     def has_shards_at(self, stage: int) -> bool:
@@ -197,8 +197,8 @@ class JobOptions:
 
     @property
     def may_choose_boundaries(self) -> bool:
-        """Whether rank 0 can choose a boundary that the other replicas of stage 0 have not passed. With
-        asynchronous shards a replica may be ahead of rank 0 as far as it likes."""
+        """Whether rank 0 can choose a boundary that the other replicas of stage 0 have not passed. It cannot
+        with asynchronous shards, because then nothing bounds how far a replica may be ahead of rank 0."""
         return not self.is_asynchronous_at(0)
 
     @property
@@ -213,13 +213,12 @@ class JobOptions:
         first_minibatch: int = 0,
         oldest_minibatch: int | None = None,
     ) -> _core.ScheduleOptions:
-        """Returns the schedule as the core takes it. Raises ValueError if plan and schedule exclude each
-        other.
+        """Returns the schedule in the core's form. Raises ValueError if plan and schedule exclude each other.
 
         ties: (owner, user) of parameters that stages share.
         first_minibatch: the minibatch with which the pipeline begins.
-        oldest_minibatch: the minibatch with which an earlier pipeline began, if this run continues with its
-            stored versions. A run that drains and plans again begins a new pipeline.
+        oldest_minibatch: the minibatch with which an earlier run's pipeline began, if this run continues with
+            that run's stored versions.
         """
         program = self.schedule if isinstance(self.schedule, Program) else None
         return _core.ScheduleOptions(
@@ -241,7 +240,7 @@ class JobOptions:
         )
 
     def job(self, ties: Sequence[tuple[int, int]] = ()) -> Job:
-        """Returns the description of this run that is used to decide which options exclude each other. ties:
+        """Returns the description of this run by which the core finds options that exclude each other. ties:
         as in schedule_options()."""
         replicas = [stage.num_replicas for stage in self.plan.stages]
         is_float16 = self.autocast is torch.float16
@@ -262,7 +261,8 @@ class JobOptions:
         )
 
     def traits(self) -> Traits:
-        """Returns the traits of this run, without those of parameters that stages share."""
+        """Returns the traits of this run, which say what options exclude (csrc/schedule/exclusions.cc).
+        Traits of parameters that stages share are left out."""
         checkpoints, keys, ports = self.checkpoints, self.links.keys, self.links.ports
         is_timed = checkpoints is not None and checkpoints.seconds is not None and self.is_asynchronous
         every = "" if checkpoints is None else f"checkpoints: every is {checkpoints.every!r}"
@@ -292,29 +292,30 @@ class JobOptions:
             self.state.seed_data()
 
     def settings_of_state(self) -> dict[str, Any]:
-        """The settings that a run must share with the run that it continues, by argument of run()."""
+        """Returns the settings that must be equal in a run and the run that it continues. The keys are the
+        names of run()'s arguments."""
         settings = settings_of(self)
         return {"plan": _stages_of(self.plan)} | {name: settings[name] for name in _SETTINGS_OF_STATE}
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The place of this worker among the others."""
+    """The identity of this worker, and its connection to the other workers and to its caller."""
 
     rank: int
     world_size: int
     local_rank: int
     run_id: int
-    """64 random bits that identify the run. All workers use rank 0's."""
+    """64 random bits that identify the run. All workers use rank 0's bits."""
     incarnation: int
-    """How often the run was restarted."""
+    """The number of times that the run was restarted."""
     rendezvous: Rendezvous
     board: StatusBoard | None
     stop_order: StopOrder | None = None
     """Carries a request to end the run early; None if nobody may end it."""
     folder: Path | None = None
-    """The folder in which a local worker leaves files for its caller. None if the caller is this process: its
-    model is then put back on the device where it was."""
+    """The folder in which a local worker leaves files for its caller. None if the caller is this process.
+    Then the model is put back on the device where it was."""
 
     @property
     def returns_model(self) -> bool:
@@ -322,15 +323,15 @@ class WorkerPlace:
 
     @property
     def ranks_of_machine(self) -> range:
-        """The ranks on this worker's machine. A launcher gives consecutive ranks to the workers of a
-        machine."""
+        """The ranks on this worker's machine. They are consecutive, because launchers number the workers of a
+        machine in a row."""
         first = self.rank - self.local_rank
         return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
 
 
 @dataclass(frozen=True)
 class LinkedRun:
-    """The parts of a run that its links need."""
+    """The facts about a run that its links need."""
 
     place: WorkerPlace
     links: LinkOptions
@@ -347,7 +348,7 @@ def _enable(module: Any) -> Callable[[bool], None]:
 
 
 _SDP = torch.backends.cuda
-# Switches of the whole process: (get, set).
+# By name, switches of the whole process: (function that gets the switch, function that sets it).
 _SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], Any]]] = {
     "cudnn": (lambda: torch.backends.cudnn.enabled, _enable(torch.backends.cudnn)),
     "cudnn.benchmark": (
@@ -374,7 +375,8 @@ _PRECISION_NAMES = (
     *("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn"),
     *("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
 )
-"""Parts of torch.backends that have an fp32_precision. A general part comes before its special parts."""
+"""The parts of torch.backends that have an fp32_precision. A general part comes before its special parts,
+because a special part without a value of its own has the general part's value."""
 
 
 def _precision_holders() -> dict[str, Any]:
@@ -389,8 +391,8 @@ def _precision_holders() -> dict[str, Any]:
 
 
 def matmul_precision() -> str | None:
-    """Returns the precision set by set_float32_matmul_precision(); None if the script has set fp32_precision
-    instead."""
+    """Returns the precision set by set_float32_matmul_precision(). Returns None if the script has set
+    fp32_precision instead."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch raises it after fp32_precision was set
@@ -399,8 +401,8 @@ def matmul_precision() -> str | None:
 
 @dataclass(frozen=True)
 class CallerSettings:
-    """Settings of the whole process that decide what a model computes or how its data are loaded. Local
-    workers use the caller's settings."""
+    """Settings of the whole process that decide what a model computes or how its data are loaded. A local
+    worker takes over the settings of its caller's process."""
 
     default_dtype: torch.dtype
     deterministic: bool
@@ -413,14 +415,14 @@ class CallerSettings:
     anomalies: tuple[bool, bool]
     """Whether autograd's anomaly detection is on, and whether it checks for NaN."""
     start_method: str
-    """The method by which a DataLoader starts its processes. Without this setting, a worker that was spawned
-    itself would use "spawn"."""
+    """The method by which a DataLoader starts its processes. A local worker that was started by "spawn" would
+    otherwise use "spawn" for them, too."""
     sharing_strategy: str
-    """How a DataLoader's processes hand over tensors (torch.multiprocessing)."""
+    """The method by which a DataLoader's processes hand over tensors (torch.multiprocessing)."""
 
     @classmethod
     def capture(cls) -> CallerSettings:
-        # allow_none: otherwise the call would set a start method if none is set, and the caller's process
+        # With allow_none=False the call would choose a start method if none is set, and the caller's process
         # would keep that method.
         start_method = multiprocessing.get_start_method(allow_none=True)
         return cls(
@@ -431,14 +433,15 @@ class CallerSettings:
             fp32_precisions={name: one.fp32_precision for name, one in _precision_holders().items()},
             switches={name: is_on() for name, (is_on, _) in _SWITCHES.items()},
             anomalies=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            # The first of all methods is the default.
+            # get_all_start_methods() lists the default method first.
             start_method=start_method or multiprocessing.get_all_start_methods()[0],
             sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
         )
 
     def apply(self) -> None:
         torch.set_default_dtype(self.default_dtype)
-        if self.deterministic or torch.are_deterministic_algorithms_enabled():  # it imports torch's compilers
+        # The call imports torch's compilers, so it is left out if it would change nothing.
+        if self.deterministic or torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
         if self.matmul_precision is not None:
             torch.set_float32_matmul_precision(self.matmul_precision)

@@ -1,8 +1,7 @@
 """Measures the peak of each memory term of a worker, and reports it beside the plan's prediction.
 
 On the host, measuring slows down each operator, so the measurement stops soon after the pipeline has been
-full once. A GPU
-counts memory at no cost. Owned by the worker's compute thread.
+full once. A GPU counts memory at no cost. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ __all__ = ["MeasuredMemory", "measured_until"]
 
 
 def measured_until(plan: Plan, schedule: _core.ScheduleOptions, device: torch.device) -> int | None:
-    """Returns the last minibatch that is measured on the host; None measures all.
+    """Returns the last minibatch that is measured on the host. None means that all minibatches are measured.
 
-    With n microbatches in flight at each of r replicas, microbatch n r fills the pipeline. Measuring goes on
-    for one more round, in which a backward and an update run while the pipeline is full."""
+    With n microbatches in flight at each of r replicas, n r microbatches fill the pipeline. Measuring goes on
+    for r minibatches more, so that a backward and an update run while the pipeline is full."""
     num_replicas_max = max(stage.num_replicas for stage in plan.stages)
     num_measured = (max(schedule.in_flight) + 1) * num_replicas_max
     return None if device.type == "cuda" else schedule.first_minibatch + num_measured
 
 
 class MeasuredMemory:
-    """Measures the work items of a worker's stages, from construction until stop()."""
+    """Measures the memory of a worker's work items, from construction until stop()."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class MeasuredMemory:
         torch_pool: TorchPool | None,
         saver: StageSaver | None,
     ) -> dict[str, dict[str, int | None]]:
-        """Returns the predicted bytes and the peak of each term; None where a figure is unknown.
+        """Returns the predicted bytes and the peak of each term; None for a figure that is unknown.
         torch_state_bytes: bytes of the state that torch's optimizers made."""
         predicted, servers = self._predicted, self._servers.values()
         means = [server.mean_peak_bytes for server in servers if isinstance(server, ParameterServer)]

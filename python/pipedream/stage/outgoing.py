@@ -1,5 +1,6 @@
-"""Prepares the tensors that a stage sends. Their memory must not change until it has been sent. The core
-copies tensors that are not plain contiguous memory (exportable() in model/boundary.py). Stateless."""
+"""Prepares the tensors that a stage sends. The memory of such a tensor must not change until the tensor has
+been sent. The core copies tensors that are not plain contiguous memory (exportable() in model/boundary.py).
+Stateless."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ __all__ = ["gradients_of", "memory_of", "nothing_like", "settled", "written_memo
 
 
 def settled(tensor: Tensor, memory: Container[int]) -> Tensor:
-    """Returns the output, or a copy if it lies in memory that the stage keeps. memory: written_memory() of
-    the stage."""
-    # The next forward may write into a buffer, and the send reads without a copy.
+    """Returns the output itself, or a copy if it lies in memory that the stage keeps. memory: the result of
+    written_memory() for the stage."""
+    # The next forward may write into such memory while the output is being sent from it.
     if memory and memory_of(tensor) in memory:
         return exportable(tensor).clone()
     return tensor
 
 
 def written_memory(stage: StageModule) -> set[int]:
-    """Returns memory_of() each tensor that the stage keeps from forward to forward, and into which a forward
-    may write: buffers, and tensors in attributes, such as a workspace."""
+    """Returns the memory_of() of each tensor that the stage keeps between forwards and that a forward may
+    write. These are buffers, and tensors in attributes, such as a workspace."""
     kept = [buffer for _, buffer in stage.stage_buffers()]
     kept += [place.tensor for place in places_of(stage.roots())]
     return {
@@ -38,15 +39,16 @@ def written_memory(stage: StageModule) -> set[int]:
 
 
 def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Returns the gradients of the received tensors that can have one. A tensor without a gradient in this
-    backward gets an empty tensor of another shape. There is always at least one tensor, because its arrival
-    upstream says that the backward is done."""
+    """Returns the gradients of the received tensors that need one. A tensor that got no gradient in this
+    backward is stood for by an empty tensor of another shape. There is always at least one tensor, because
+    its arrival upstream says that the backward is done."""
     gradients = [_gradient_of(leaf) for leaf in leaves if leaf.requires_grad]
     return gradients or [_no_gradient(device)]
 
 
 def nothing_like(boundary: Boundary, device: torch.device, *, gradients: bool) -> list[Tensor]:
-    """Returns empty tensors, which an empty microbatch sends in place of a boundary's tensors."""
+    """Returns the empty tensors that an empty microbatch sends in place of a boundary's tensors. gradients:
+    whether they are sent upstream, in place of gradients."""
     specs = [spec for spec in boundary.tensors if spec.requires_grad or not gradients]
     if not specs:
         return [_no_gradient(device)]

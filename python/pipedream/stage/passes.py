@@ -37,7 +37,7 @@ from pipedream.update.weights import StageWeights
 
 __all__ = ["OffloadedStash", "RecomputedPasses", "StagePasses", "Stashed", "begins_to_work_in_place"]
 
-_LEAF_CHANGED = "a leaf Variable that requires grad"  # in torch's error
+_LEAF_CHANGED = "a leaf Variable that requires grad"  # part of the text of torch's error
 
 
 class StagePasses:
@@ -59,7 +59,7 @@ class StagePasses:
         clones_inputs: bool | None,
         offload: OffloadedStash | None,
     ) -> None:
-        """statistics, torch_region, around_backward: contexts around the layers, each None if it is not
+        """statistics, torch_region, around_backward: contexts around the layers; None for one that is not
             needed.
         clones_inputs: whether the first stage works on copies of the inputs. None: the first forward decides,
             because it shows whether the first layer works in place.
@@ -77,7 +77,8 @@ class StagePasses:
         self._call_stage = functools.partial(_call_stage, calls, stage.stage_index)
         self._call_loss = functools.partial(_loss_of, calls, device)
         around: list[Region] = [] if torch_region is None else [torch_region]
-        # Layers with activation checkpointing run their forward again in the backward.
+        # Layers with activation checkpointing run their forward again in the backward, so the backward needs
+        # these contexts, too.
         self._around_again = [*around, *([] if statistics is None else [statistics.recomputation])]
         self._around_backward = [*self._around_again, *([] if around_backward is None else [around_backward])]
         self._around_forward = [*around, *([] if statistics is None else [statistics.microbatch])]
@@ -85,8 +86,8 @@ class StagePasses:
     # Forward.
 
     def take_input(self, piece: Microbatch, received: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Returns (leaves, value): the received tensors as autograd leaves, and the stage's input made of
-        them. At the first stage the input comes from the data, and there are no leaves."""
+        """Returns (leaves, value): the received tensors as autograd leaves, and the stage's input, which is
+        made of them. At the first stage the input comes from the data, and there are no leaves."""
         boundary = self._boundary_in
         if boundary is None:
             value, piece.inputs = piece.inputs, None
@@ -99,8 +100,8 @@ class StagePasses:
         return leaves, boundary.unflatten(leaves)
 
     def forward(self, stashed: Stashed, *, is_next: bool) -> Any:
-        """Returns the stage's output, or the loss at the last stage. is_next: whether the next backward of
-        the stage is this microbatch's."""
+        """Returns the stage's output, or the loss at the last stage. is_next: whether the stage's next
+        backward belongs to this microbatch."""
         if self._stage.draws is not None:
             self._stage.draws.begin(stashed.minibatch, stashed.microbatch, self._stage)
         if not self._around_forward:
@@ -110,7 +111,7 @@ class StagePasses:
 
     def _forward(self, stashed: Stashed, *, is_next: bool) -> Any:
         given, stashed.value = stashed.value, None
-        if self._works_in_place is not False:  # otherwise the layers get the leaves themselves
+        if self._works_in_place is not False:  # layers that may work in place must not get the leaves
             given = map_tensors(boundary_input, given)
         before = None if self._works_in_place is not None else _history_of(given)
         if self._offload is None:
@@ -131,7 +132,7 @@ class StagePasses:
         return self._user.run("loss_fn", self._call_loss, stashed, output)
 
     def origins_of_nan(self, stashed: Stashed, targets: Any) -> list[str]:
-        """Returns descriptions of the places where the NaN of a microbatch's loss began; empty if none is
+        """Describes the places where the NaN of a microbatch's loss began. Returns an empty list if none is
         found. Call it after the forward."""
         boundary = self._boundary_in
         if boundary is None:
@@ -147,15 +148,15 @@ class StagePasses:
         return []
 
     def loss_with(self, stashed: Stashed, labels: Tensor, others: Tensor) -> float:
-        """Returns the loss that the microbatch would have if `others` replaced its labels. Call it before the
-        microbatch's forward. It changes no state of the model or the generators."""
+        """Returns the loss that the microbatch would have with `others` in place of its labels. Call it
+        before the microbatch's forward. It changes no state of the model or the generators."""
         with untouched([self._stage], self._loss_fn), entered(self._around_again), torch.no_grad():
             output = self._calls.layers(with_other_labels(stashed.value, labels, others))
             targets = to_device(with_other_labels(stashed.piece.targets, labels, others), self._device)
             return float(self._calls.loss(output, targets, stashed.minibatch))
 
     def crossing(self, output: Any, minibatch: int) -> list[Tensor]:
-        """Returns the tensors of an output that go downstream."""
+        """Returns the tensors of an output that are sent downstream."""
         assert self._boundary_out is not None
         return self._boundary_out.checked(output, stage=self._stage.stage_index, minibatch=minibatch)
 
@@ -186,12 +187,12 @@ class StagePasses:
         outputs, stashed.outputs = stashed.outputs, []
         specs = self._boundary_out.tensors
         crossing = [output for output, spec in zip(outputs, specs, strict=True) if spec.requires_grad]
-        if crossing:  # otherwise the received tensor only says that the backward downstream is done
+        if crossing:  # otherwise the received tensor only says that the downstream stage's backward is done
             backward(crossing, self._boundary_out.received(received, gradients=True))
 
 
 def _history_of(given: Any) -> list[tuple[int, Any]]:
-    """Returns a value that changes when an operation writes to one of the tensors in place."""
+    """Returns a value that differs after an operation has written to one of the tensors in place."""
     return [(tensor._version, tensor.grad_fn) for tensor in tensors_of(given)]
 
 
@@ -213,7 +214,7 @@ def _call_stage(calls: StageCalls, stage_index: int, stashed: Stashed, given: An
 
 
 def _loss_of(calls: StageCalls, device: torch.device, stashed: Stashed, output: Any) -> Tensor:
-    if stashed.piece.weight == 0.0:  # a mean over nothing, and its gradients, are NaN
+    if stashed.piece.weight == 0.0:  # the loss is a mean of nothing, so it and its gradients would be NaN
         return torch.zeros((), device=device, requires_grad=True)
     targets = to_device(stashed.piece.targets, device)
     if stashed.saved is not None:
@@ -230,22 +231,22 @@ class RecomputedPasses(StagePasses):
 
     def _forward(self, stashed: Stashed, *, is_next: bool) -> Any:
         """Runs the forward without a graph, and stores the values that the recompute needs."""
-        # If the first layer works in place, it gets a copy of the input, because the recompute needs the
-        # input unchanged.
+        # The recompute needs the input unchanged. So the first layer gets a copy of the input if it works in
+        # place.
         in_place = self._works_in_place is not False
         given = map_tensors(
             lambda tensor: tensor.detach().clone() if in_place else tensor.detach(), stashed.value
         )
         counts = [tensor._version for tensor in tensors_of(given)]
         with torch.no_grad(), self._buffers.forward() as stashed.buffers:
-            if self._stage.draws is None:  # with draws each forward is seeded
+            if self._stage.draws is None:  # with draws, each forward is seeded and needs no generators
                 stashed.generators = TorchState.capture()
             output = self._run_layers(stashed, given)
             self._learn_works_in_place(stashed.minibatch, given, counts)
             return output
 
     def recompute(self, stashed: Stashed) -> Any:
-        """Returns the output or the loss again, now with its graph."""
+        """Runs the forward again, now with its graph, and returns the output or the loss."""
         replayed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._stage.draws is not None:
             self._stage.draws.begin(stashed.minibatch, stashed.microbatch, self._stage)
@@ -268,16 +269,16 @@ class Stashed:
 
     minibatch: int
     leaves: list[Tensor]
-    """The received tensors. Their gradients go upstream."""
+    """The received tensors. Their gradients are sent upstream."""
     value: Any
-    """The stage's input. None after the forward; with recompute, None after the second forward."""
+    """The stage's input. None after the forward. A stage that recomputes keeps it until the recompute."""
     piece: Microbatch
     read_slot: int
     """The slot of the version that the forward read."""
     scale: float
     """The factor by which the loss is multiplied in float16; 1 otherwise."""
     outputs: list[Tensor] = field(default_factory=list)
-    """The outputs at which the backward begins, or the loss. Empty before a recompute."""
+    """The outputs at which the backward begins; at the last stage the loss. Empty before a recompute."""
     generators: TorchState | None = None
     buffers: Buffers = field(default_factory=list)
     """With recompute: the buffers that the forward read and changed."""
@@ -287,7 +288,7 @@ class Stashed:
 
 
 class OffloadedStash:
-    """The offloading of one stage's stash."""
+    """Moves one stage's stashed tensors to the host and back."""
 
     def __init__(self, offload: StageOffload, stage: StageModule, weights: StageWeights) -> None:
         self._offload = offload
@@ -297,8 +298,8 @@ class OffloadedStash:
     def saving(
         self, stashed: Stashed, given: Any, *, is_next: bool
     ) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context in which the microbatch's graph is made. is_next: whether the next backward of
-        the stage is this microbatch's."""
+        """Returns the context in which the microbatch's graph is made. is_next: whether the stage's next
+        backward belongs to this microbatch."""
         kept = [*stashed.leaves, *tensors_of(given)]
         kept += [buffer for _, buffer in self._stage.stage_buffers()]
         stashed.saved = self._offload.forward(kept, is_next=is_next)
@@ -306,14 +307,14 @@ class OffloadedStash:
 
     def roots(self, stashed: Stashed, outputs: list[Tensor]) -> list[Tensor]:
         """Returns the tensors at which the backward begins. A stash that is moved to the host keeps the roots
-        of the outputs' graph in place of the outputs."""
+        of the outputs' graph instead of the outputs, which would hold device memory."""
         if stashed.saved is None or not stashed.saved.leaves_device:
             return outputs
         return [graph_root(output) for output in outputs]
 
     def arrive(self, stashed: Stashed, following: Stashed | None) -> None:
-        """Waits until the stash is back on the device, before its backward. following: the stash of the next
-        backward, which is then fetched in the background."""
+        """Waits until the stash is back on the device. Call it before the backward. following: the stash of
+        the next backward. It is then fetched in the background."""
         if stashed.saved is not None:
             stashed.saved.arrive()
         if following is None:

@@ -1,5 +1,5 @@
-"""Describes the work item that a worker is doing, for errors. This module also makes parts of the reports of
-replicas and spares. Owned by the worker's compute thread."""
+"""Describes the work item that a worker is doing, for errors. Also makes the part that the reports of
+replicas and spares have in common. Owned by the worker's compute thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = ["Position", "common_report", "located", "memory_rows"]
 
 @dataclass
 class Position:
-    """The work item at which the worker is. A call returns a description of the item for an error."""
+    """The work item that the worker is doing. Calling this object returns a description of the item for an
+    error."""
 
     plan: Plan
     rank: int
@@ -33,12 +34,12 @@ class Position:
 
 @contextlib.contextmanager
 def located(position: Position) -> Iterator[None]:
-    """Adds the position to errors of the device. A device reports an error at the next call that waits for
-    it, which may be a call outside the user's code."""
+    """Adds the position to errors of the device. A device reports an error at a later call that waits for it,
+    which may be outside the user's code."""
     try:
         yield
     except (PipelineError, _core.RunFailure):
-        raise  # these errors name the place already
+        raise  # these errors already name the place
     except RuntimeError as error:
         raise PipelineError(f"{position('the work around the model')}: {describe_error(error)}") from error
 
@@ -50,8 +51,8 @@ _LEAVE_TIMEOUT_S = 5.0
 def memory_rows(
     core: _core.Worker, predicted: Mapping[str, int], measured: Mapping[str, int | None]
 ) -> dict[str, dict[str, int | None]]:
-    """Returns predicted and peak bytes by term. measured: peaks of the terms that the core does not measure;
-    None for a term that cannot be measured."""
+    """Returns the predicted and the peak bytes by term. measured: peaks of the terms that the core does not
+    measure; None for a term that cannot be measured."""
     rows: dict[str, dict[str, int | None]] = {
         name: {"predicted": planned, "peak": peak} for name, planned, peak in core.memory()
     }
@@ -65,9 +66,9 @@ def memory_rows(
 def common_report(
     core: _core.Worker, memory: Callable[[], dict[str, dict[str, int | None]]], channels: Iterable[str]
 ) -> dict[str, Any]:
-    """Returns the part of a report that replicas and spares have in common. memory: returns memory_rows().
-    channels: those by which this worker receives gradients and versions of shards."""
-    core.wait_for_transfers(_LEAVE_TIMEOUT_S)  # if that takes longer, the trace lacks the last transfers
+    """Returns the part that the reports of replicas and spares have in common. memory: returns the result of
+    memory_rows(). channels: the channels that carry gradients and versions of shards to this worker."""
+    core.wait_for_transfers(_LEAVE_TIMEOUT_S)  # after the time-out, the trace lacks the last transfers
     stats = core.channel_stats()
     return {
         "pid": os.getpid(),
@@ -75,7 +76,8 @@ def common_report(
         "spans": core.spans(),
         "transfers": core.transfers(),
         "memory": memory(),
-        # Bytes received through sockets, or written into this worker's memory by senders on this host.
+        # The sum counts bytes received through sockets and bytes that senders on this host have written into
+        # this worker's memory.
         "synced_bytes": sum(
             stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"] for name in channels
         ),

@@ -4,8 +4,11 @@
     before each backward from begin to reach, without stashing    the version that the next update overwrites
     reach   after the last update before the boundary             versions, optimizer, losses so far
 
-        stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary 5, two in flight
-                           begin       reach             version 4, which F5 read, has a slot until U5
+An example for boundary 5 with two minibatches in flight (F5 is the forward of minibatch 5, B a backward, U an
+update):
+
+    stage 0   F4 B3 U3 | F5    B4 U4      B5 U5
+                     begin       reach             version 4, which F5 read, keeps its slot until U5
 
 The tensors are copied at once (checkpoint/writer.py), because the next update overwrites them. Replicas
 with asynchronous shards wait for each other before and after the copy. So each shard has the gradients of
@@ -44,16 +47,16 @@ __all__ = ["DATA", "EVALUATED", "KINDS", "LOSS", "PENDING", "PROCESS", "Record",
 _SMALL_BYTES = 64 * 1024
 
 KINDS = "kinds"
-"""The key, in a part's state, of the shapes of minibatches that memory is planned for."""
+"""Key of a part's state. Its value lists the shapes of minibatches that memory is planned for."""
 EVALUATED, PENDING = "evaluated", "evaluates"
-"""Keys of a part's state. EVALUATED: the evaluations so far, as the last stage's first replica reports them.
-PENDING: whether an evaluation is due at the snapshot's boundary, but runs only after the snapshot."""
+"""Keys of a part's state. EVALUATED: the evaluations so far, as replica 0 of the last stage reports them.
+PENDING: whether an evaluation is due at the snapshot's boundary and runs after the snapshot."""
 DATA, PROCESS, LOSS = "data", "process", "loss"
-"""Keys of a part's state: the data's position, the generators of the worker's process, and the state of the
-loss at the last stage (LossState.changed)."""
+"""Keys of a part's state. DATA: the data's position. PROCESS: the generators of the worker's process. LOSS:
+the state of the loss, at the last stage (LossState.changed)."""
 Record = Mapping[str, Sequence[Any]]
-"""Reports of earlier minibatches. "losses" are this worker's losses, and "losses_before" the losses of all
-workers in the runs before. The other keys are "samples", "epochs" and "evaluated"."""
+"""Reports of earlier minibatches. "losses" has this worker's losses in this run, and "losses_before" all
+workers' losses in the earlier runs. The other keys are "samples", "epochs" and "evaluated"."""
 
 
 @dataclass
@@ -66,7 +69,7 @@ class _Begun:
     tensors: dict[str, Tensor]
     """The tensors that `state` names."""
     frozen: dict[str, Tensor]
-    """Copies of the frozen parameters that forwards may write: small ones, and those that were written."""
+    """Copies of the frozen parameters that are small or that a forward has written."""
     held: HeldVersions = field(default_factory=HeldVersions)
 
 
@@ -92,9 +95,10 @@ class StageSaver:
     ) -> None:
         """header: the header of every checkpoint, without its position.
         facts: facts that the state of every part contains.
-        names: the result of names_of_stage(), by stage.
+        names: by stage, the result of names_of_stage().
         before: the reports of the minibatches before this segment.
-        keep_residuals: returns the residuals of the worker's channels, once everything is sent.
+        keep_residuals: returns the residuals of the worker's channels, once everything is sent. A residual is
+            the part of a tensor that the codec topk has not sent.
         meet: called with a stage and a minibatch. It waits until all replicas of the stage have made the same
             call.
         loss_state: the state of the loss, if the worker has the last stage.
@@ -116,7 +120,7 @@ class StageSaver:
             stage: {name: _mark_of(parameter) for name, parameter in part.stage.frozen_parameters()}
             for stage, part in self._parts.items()
         }
-        """By stage: the memory of frozen parameters and the number of writes, before any forward."""
+        """By stage and name: (number of writes, address) of each frozen parameter before any forward."""
         self._begun: dict[int, list[_Begun]] = {stage: [] for stage in self._parts}
         self.losses: Sequence[float] = ()
         """The losses of this segment so far, if the worker has the last stage."""
@@ -124,7 +128,7 @@ class StageSaver:
         """The evaluations of this segment so far, if the worker has the last stage."""
         self.runners: Mapping[int, StageRunner] = {}
 
-    # A BoundaryListener's calls.
+    # The calls of a BoundaryListener.
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
         if not events & SNAPSHOT:
@@ -174,13 +178,13 @@ class StageSaver:
         return self._writer.peak_bytes()
 
     def figures(self) -> dict[str, int]:
-        """Figures for the worker's report."""
+        """Returns figures for the worker's report."""
         return vars(self._writer.figures)
 
-    # Calls by the worker's loop.
+    # The worker's loop calls this function.
 
     def before_backward(self, work: _core.WorkItem) -> None:
-        """Copies the newest version at a stage that does not stash, because the next update may overwrite the
+        """Copies the newest version of a stage that does not stash, because the next update may overwrite the
         stage's only slot."""
         for begun in self._begun[work.stage]:
             self.runners[work.stage].keep_version(work, begun.held)
@@ -192,14 +196,14 @@ class StageSaver:
         scaling = part.loss_scaling
         held = {**self.runners[stage].kept.contents, **begun.held.contents}
         kept = part.weights.own.contents_at_once(self._core.kept_versions(stage, minibatch))
-        # A stage that uses tied parameters of another stage may not have their newest version yet. A run that
-        # continues reads that version from the owner's snapshot.
+        # If another stage owns tied parameters of this stage, their newest version may not be here yet. A run
+        # that continues reads that version from the owner's snapshot.
         owned_slots = part.tied.kept_owned_slots(minibatch)
         owned = part.weights.tied[stage].contents_at_once(owned_slots) if owned_slots else {}
         if isinstance(part.gradients, AsynchronousServer):
             kept = {
                 max(kept): part.gradients.newest_pieces()
-            }  # all microbatches go on from the newest version
+            }  # only the newest version is saved, because a continued run starts all microbatches from it
         elif isinstance(part.gradients, ShardClient):
             pieces, tied_pieces = self._own_pieces(part.gradients.layout)
             kept, owned = self._own_part(kept, pieces), self._own_part(owned, tied_pieces)
@@ -220,9 +224,9 @@ class StageSaver:
         )
 
     def _own_pieces(self, layout: ShardLayout) -> tuple[list[Piece], list[Piece]]:
-        """Returns the pieces of the newest version that this replica saves: (of parameters that only this
-        stage has, of tied parameters that it owns). A replica saves only its own shard, because it does not
-        have the other replicas' shards of that version yet."""
+        """Returns two lists with the pieces of the newest version that this replica saves: pieces of untied
+        parameters, and pieces of tied parameters that the stage owns. A replica saves only its own shard,
+        because it may not have the other replicas' shards of that version yet."""
         own = [chunk for chunk in layout.chunks_of(self._replica) if not chunk.is_tied]
         shared = layout.shared_pieces() if self._replica == 0 else []
         pieces = [piece for chunk in own for piece in chunk.pieces]
@@ -231,8 +235,8 @@ class StageSaver:
     def _own_part(
         self, versions: Mapping[int, Mapping[str, Tensor]], pieces: Sequence[Piece]
     ) -> dict[int, dict[str, Tensor]]:
-        """Returns the versions that this replica saves. Of the newest version it saves only its own pieces.
-        All replicas have the older versions, so only the first replica saves those."""
+        """Returns the parts of the versions that this replica saves: its own pieces of the newest version,
+        and at replica 0 the older versions, which all replicas have."""
         own: dict[int, dict[str, Tensor]] = {}
         for version, contents in versions.items():
             if version == max(versions):
@@ -245,7 +249,7 @@ class StageSaver:
         return own
 
     def _record(self, stage: int, minibatch: int) -> dict[str, Tensor]:
-        """Returns the worker's reports of the minibatches before this boundary."""
+        """Returns the worker's reports of the minibatches before this boundary, as tensors by key."""
         runner, source, before = self.runners[stage], self._source, self._before
         record: dict[str, Sequence[float]] = {}
         if runner.is_last:
@@ -262,8 +266,8 @@ class StageSaver:
         }
 
     def _num_own(self, minibatch: int) -> int:
-        """Returns the number of minibatches before this boundary in which this replica of the last stage has
-        microbatches."""
+        """Returns how many of the minibatches before this boundary have microbatches at this replica of the
+        last stage."""
         rounds = _core.rounds_of(self._schedule, self._schedule.num_stages - 1)
         return minibatch // max(1, rounds.num_replicas // self._schedule.num_microbatches)
 

@@ -1,7 +1,7 @@
-"""A spare is a worker beside the replicas of a stage. It owns a shard of the stage's parameters and has no
-minibatches. This module is its loop.
+"""The loop of a spare. A spare is a worker beside the replicas of a stage. It owns a shard of the stage's
+parameters and has no minibatches.
 
-    round t
+    round t, the minibatches of one update
     RECV push                    gradients of the shard, from all replicas that have a minibatch in the round
     UPDATE                       makes the mean gradient, and version t + 1 of the shard, chunk by chunk
     SEND pull, with the update   version t + 1 of the shard, to all replicas
@@ -52,8 +52,8 @@ class SpareLoop:
         predicted: Mapping[str, int],
         newest_slot: int,
     ) -> None:
-        """optimizer: the optimizer of the server. predicted: bytes of each memory term. newest_slot: the
-        slot of the version that the spare begins with.
+        """optimizer: the optimizer of the server. predicted: bytes of each memory term. newest_slot: the slot
+        of the version with which the spare begins.
         """
         self._core = core
         self._place = place
@@ -65,20 +65,21 @@ class SpareLoop:
         self._predicted = predicted
         stage = options.plan.spare_stage_of(place.rank)
         assert stage is not None
-        # A bound method of the loop would keep the loop and its pool alive in a reference cycle.
+        # The position is an object of its own. A bound method of the loop would make a reference cycle that
+        # keeps the loop and its pool in memory.
         self._position = Position(options.plan, place.rank, stage)
         self._user = UserCode(self._position)
         self._step_meter = StepMeter(make_meter(torch.device("cpu")))
         self._num_unmeasured = _NUM_MEASURED
 
     def serve(self) -> dict[str, Any]:
-        """Serves until the replicas say that there are no more rounds, and returns a report. Then the newest
-        version of the spare's shard is in the stage's parameters."""
+        """Works until the replicas say that there are no more rounds. Then writes the newest version of the
+        spare's shard into the stage's parameters, and returns a report."""
         core, user = self._core, self._user
         core.start(options=self._schedule, rank=self._place.rank, edges=[], tensors=TENSORS)
         newest_slot = self._newest_slot
         work = core.next_work()
-        while work.kind != "DONE":  # the core does the other items
+        while work.kind != "DONE":  # every item here is an UPDATE; the core does the transfers itself
             newest_slot = work.write_slot
             self._update(work)
             work = core.advance([], _NO_FIELDS, user.take_elapsed_ns(), None)
@@ -86,8 +87,8 @@ class SpareLoop:
         return self._report()
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Copies the state of the shard's optimizer. The replicas save the weights. Raises ValueError for
-        state that cannot be stored."""
+        """Copies the state of the shard's optimizer, without weights, which the replicas save. Raises
+        ValueError for state that cannot be stored."""
         minibatch = self._core.num_minibatches()
         assert minibatch is not None
         tensors, document = self._optimizer.state()
@@ -126,7 +127,7 @@ class SpareLoop:
         return memory_rows(self._core, self._predicted, measured)
 
     def _report(self) -> dict[str, Any]:
-        """Returns a replica's report without stage, data and losses."""
+        """Returns a report with the keys of a replica's report. Stages, data and losses are empty."""
         return common_report(self._core, self._memory, self._server.received_channels) | {
             "stages": {},
             "channels": {},

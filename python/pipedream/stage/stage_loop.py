@@ -1,7 +1,5 @@
-"""The loop of one worker gets work items from the core. The runner of the item's stage executes each item,
-and the loop reports it to the core.
-
-Owned by the worker's compute thread.
+"""The loop of one worker. It gets work items from the core, has the runner of the item's stage execute each
+item, and reports the item to the core as done. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -91,10 +89,11 @@ class WorkerLoop:
         edges: the edges with one end at this worker, each with the name of its channel.
         predicted: bytes of each memory term.
         torch_pool: the memory in which forwards and backwards make their tensors. None: torch allocates them.
-        steered: the objects that can end the run early or change it.
+        steered: the objects through which callbacks and users change the run or end it early.
         evaluation: the plan of the evaluations.
-        make_saver: makes the saver of the stages. None where no checkpoint is written.
-        saves_before: decides on checkpoints that do not follow from the data, at a boundary."""
+        make_saver: makes the saver of the stages; None if no checkpoint is written.
+        saves_before: returns whether a checkpoint is due at a boundary for a reason that does not follow from
+        the data, such as the time."""
         self._core = core
         self._options = options
         self._schedule = schedule
@@ -106,7 +105,7 @@ class WorkerLoop:
         self._edges = edges
         self._predicted = predicted
         self._in_microbatches = in_microbatches
-        self._memory: MeasuredMemory | None = None  # None while it does not train
+        self._memory: MeasuredMemory | None = None  # None before train()
         self._torch_pool = torch_pool
         self._describe = options.plan.describe_worker(place.rank)
         self._position = Position(options.plan, place.rank, prepared[0].stage.stage_index)
@@ -165,8 +164,8 @@ class WorkerLoop:
         self._first_gradients = make_first_gradients(place.folder, options.microbatches)
 
     def _make_norms(self) -> dict[int, NormExchange]:
-        """Returns the exchange of norms by stage; empty if no norms are asked for. If the schedule drains,
-        all stages of this worker share one exchange. Otherwise each stage has its own exchange."""
+        """Returns the exchange of norms by stage; empty if no norms are measured. If the schedule drains, all
+        stages of this worker share one exchange. Otherwise each stage has its own."""
         if not self._options.measures_gradients:
             return {}
         found: dict[int, NormExchange] = {}
@@ -203,25 +202,26 @@ class WorkerLoop:
         return (EVALUATE if is_evaluated else 0) | (STOP if stops else 0)
 
     def _planned_events(self) -> list[Planned]:
-        """Returns the events at boundaries that follow from the data. They are the same at every replica of
+        """Returns the events whose boundaries follow from the data. They are the same at every replica of
         stage 0."""
         validation, checkpoints = self._options.validation, self._options.checkpoints
         planned = [] if validation is None else [Planned(EVALUATE, validation.every)]
         if checkpoints is not None:
-            # Rank 0 decides when a checkpoint is due by time. At the end all replicas save.
+            # A checkpoint that is due by time is not planned here, because rank 0 decides on it. At the end
+            # of the data all replicas save.
             planned.append(Planned(SNAPSHOT, "end"))
             if not checkpoints.seconds:
                 planned.append(Planned(SNAPSHOT, checkpoints.every))
         return planned
 
     def _boundary_listeners(self) -> list[BoundaryListener]:
-        """Returns the listeners of this worker at boundaries."""
+        """Returns this worker's listeners. At a boundary they are called in this order."""
         listeners = (self._steered.rate_changes, self._saver, self._evaluations)
         return [listener for listener in listeners if listener is not None]
 
     def _make_evaluations(self, plan: EvaluationPlan) -> Evaluations | None:
-        """Makes the evaluations; None without validation. Only the first replica of a stage evaluates, so
-        the others get None, too."""
+        """Makes the evaluations. Returns None without validation, and at all replicas of a stage except
+        replica 0, which alone evaluates."""
         options, last = self._options, self._options.plan.num_stages - 1
         validation = options.validation
         if validation is None or self._replica > 0:
@@ -253,8 +253,8 @@ class WorkerLoop:
         )
 
     def _tells_losses(self) -> bool:
-        """Whether this worker tells the first stage its losses. A local worker does not: its caller reads
-        them from the status board."""
+        """Whether this worker sends its losses to the first stage. A local worker does not, because its
+        caller reads the losses from the status board."""
         return self._options.call_points.at_epochs and self._place.folder is None
 
     def _show_evaluation(self, boundary: int, samples: int, figures: Mapping[str, float]) -> None:
@@ -276,11 +276,10 @@ class WorkerLoop:
     ) -> StageRunner:
         stage_index, last = part.stage.stage_index, self._options.plan.num_stages - 1
         is_first, is_last = stage_index == 0, stage_index == last
-        # Data are copied if their memory may change while they are in flight: autograd saves them, and a
-        # recompute reads them again. Stage 0 also copies inputs if its first layer works in place. Otherwise
-        # the layer would change the data that stage 0 reads in the next epoch, and these would differ from
-        # the data that the last stage reads. None: only the first forward shows whether the layer works in
-        # place.
+        # Autograd saves data, and a recompute reads them again. So data are copied if their memory may change
+        # while they are in flight. Stage 0 also copies inputs if its first layer works in place. Otherwise
+        # the layer would change the data that stage 0 reads in the next epoch, and the last stage would read
+        # other data. None: only the first forward shows whether the layer works in place.
         copies_data = self._data.stream.may_reuse_memory and self._has_several_in_flight(stage_index)
         clones_inputs: bool | None = copies_data
         if is_first and not is_last and not copies_data:
@@ -304,14 +303,14 @@ class WorkerLoop:
         )
 
     def _has_several_in_flight(self, stage_index: int) -> bool:
-        """Whether the stage reads the next minibatch before the backward of this one is over."""
+        """Whether the stage may read the next minibatch before the backward of this one is over."""
         drains = _core.drains_every_minibatch(self._schedule)
         return not drains and self._schedule.in_flight[stage_index] > 1
 
     @property
     def losses(self) -> list[float]:
-        """The losses so far. Empty if another worker runs the last stage, or if the last stage has
-        replicas."""
+        """The losses so far. The list is empty if another worker runs the last stage, or if the last stage
+        has replicas."""
         return self._losses.values if self._options.plan.stages[-1].num_replicas == 1 else []
 
     @property
@@ -319,13 +318,13 @@ class WorkerLoop:
         return None if self._position.minibatch < 0 else self._position.minibatch
 
     def train(self, goes_on: Callable[[], bool]) -> dict[str, Any]:
-        """Trains until there are no more minibatches, and returns the report. goes_on: asked at the end
-        whether only this segment of the run is over."""
+        """Trains until there are no more minibatches, and returns the report. goes_on: called at the end. It
+        returns whether only this segment of the run is over."""
         core = self._core
         core.start(options=self._schedule, rank=self._place.rank, edges=self._edges, tensors=TENSORS)
         newest_slots = {part.stage.stage_index: part.start.newest_slot for part in self._prepared}
         self._memory = MeasuredMemory(self._predicted, self._runners, self._servers, self._device)
-        # The user's modules get their own parameters back, even after a failure.
+        # restore() gives the user's modules their own parameters back, even after a failure.
         restore = functools.partial(self._restore, newest_slots)
         with self._progress, afterwards(restore), located(self._position), contextlib.ExitStack() as around:
             if self._draws is not None:
@@ -345,8 +344,8 @@ class WorkerLoop:
         return self._report()
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Copies the state of the stages after all work is done. Raises ValueError for state that cannot be
-        stored."""
+        """Copies the state of the stages. Call it after all work is done. Raises ValueError for state that
+        cannot be stored."""
         minibatch = self._core.num_minibatches()
         assert minibatch is not None
         return [
@@ -368,15 +367,15 @@ class WorkerLoop:
         """Does the work that is due at the boundary after the last minibatch. newest_slots: as in
         _work_through()."""
         self.was_stopped = bool(done.boundary_events & STOP)
-        if not self.was_stopped:  # after a stop the data would go on
+        if not self.was_stopped:  # after a stop there may be more data
             self._check_end(done.num_minibatches)
         self._boundaries.end(done.num_minibatches, done.boundary_events)
         if self._evaluations is not None and done.boundary_events & EVALUATE:
             self._work_through(self._core, newest_slots)
 
     def _work_through(self, core: _core.Worker, newest_slots: dict[int, int]) -> _core.WorkItem:
-        """Does all work items. Returns the core's last item, DONE. newest_slots: the slot of each stage's
-        newest version, which this updates."""
+        """Does all work items. Returns the core's last item, DONE. newest_slots: by stage, the slot of the
+        newest version. This function updates it."""
         user, position = self._user, self._position
         work = core.next_work()
         while work.kind != "DONE":
@@ -396,7 +395,7 @@ class WorkerLoop:
                 else:
                     core.end_of_data(*self._gate.end)
                 work = core.next_work()
-            elif work.edge is not None:  # the span of the next item includes its time
+            elif work.edge is not None:  # a transfer; its time counts in the span of the next item
                 work = core.advance(made, _NO_FIELDS, 0, self._prepare)
             else:
                 if work.kind == "UPDATE":
@@ -410,8 +409,8 @@ class WorkerLoop:
         return work
 
     def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | None:
-        """Does the item, and returns the tensors that it sends. Returns None if the minibatch is not
-        admitted."""
+        """Does the work item, and returns the tensors to send. Returns None for a forward whose minibatch is
+        not admitted."""
         kind = work.kind
         if work.edge is not None:
             return self._transfers.do(work, runner.gradient_slot)
@@ -438,9 +437,8 @@ class WorkerLoop:
         return []
 
     def _prepare(self, upcoming: _core.WorkItem | None) -> None:
-        """Uses the time while the core waits for the tensors of the next item. Reads data ahead, and binds
-        weights.
-        upcoming: the next item, if it is known."""
+        """Reads data ahead and binds weights while the core waits for the tensors of the next work item.
+        upcoming: the next item; None if it is not known."""
         if self._reads:
             self._reader.read_ahead()
         if upcoming is not None:
@@ -487,12 +485,12 @@ class WorkerLoop:
 
     def _check_end(self, num_minibatches: int) -> None:
         """Checks that this worker's data end at the same minibatch as the data of the worker that found the
-        end. Without replicas stage 0 finds the end itself, so stage 0 checks nothing."""
+        end. Without replicas, stage 0 finds the end itself and checks nothing."""
         replicas, looks_ahead = bool(self._servers), self._data.looks_ahead
         for runner in self._runners.values():
             is_told = replicas if runner.is_first else runner.is_last
-            # Data that look ahead may also end because a minibatch is larger than planned. Only fetch() shows
-            # the reason, so a worker with such data calls it. Other workers check only at the last stage.
+            # Data that look ahead may also end because a minibatch is larger than planned. fetch() finds the
+            # reason, so every worker with such data calls it. With other data only the last stage checks.
             if not is_told or not (runner.is_last or looks_ahead):
                 continue
             if self._user.run("reading data", self._data.fetch, num_minibatches):
@@ -536,12 +534,12 @@ class WorkerLoop:
         }
 
 
-# The functions below are not methods. A bound method refers to the loop. If the loop's objects stored it, a
-# reference cycle would keep the loop and its pool alive.
+# The functions below are not methods. A bound method refers to the loop. If an object of the loop stored such
+# a method, a reference cycle would keep the loop and its pool in memory.
 
 
 def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ShardClient]:
-    """Returns the shard clients by stage, of the stages with replicas."""
+    """Returns, by stage, the shard clients of the stages that have replicas."""
     return {
         part.stage.stage_index: part.gradients for part in prepared if isinstance(part.gradients, ShardClient)
     }
@@ -553,9 +551,9 @@ def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> Non
 
 
 def _end_of(source: MinibatchSource, *, is_continued: bool) -> int | None:
-    """Returns the index after the last minibatch, if the data have a length. is_continued: whether the run
-    continues from a checkpoint. Then the data begin with minibatch 0, and not with the first minibatch that
-    this run trains on."""
+    """Returns the index after the last minibatch; None if the data have no length. is_continued: whether the
+    run continues from a checkpoint. Then the data begin with minibatch 0, and not with the first minibatch
+    that this run trains."""
     num_minibatches = source.stream.num_minibatches
     if is_continued:
         return num_minibatches
@@ -572,7 +570,7 @@ class LossDisplay:
         self._source = source
         self._board = board
         self._replica = replica
-        self._num_shown = 0  # minibatches, with those in which only other replicas have microbatches
+        self._num_shown = 0  # minibatches, including those without a microbatch of this replica
 
     def __call__(self, minibatch: int, loss: float, share: float) -> None:
         """Shows a loss. loss: this replica's part of the minibatch's loss. share: the fraction of the
@@ -592,12 +590,11 @@ def _mean_scale(
     runner: StageRunner,
     minibatch: int,
 ) -> float:
-    """Returns the factor that turns a stage's gradients into the mean over their round, without the loss
-    scale.
+    """Returns the factor that turns a stage's gradients into their mean over a round, without the loss scale.
 
-    At a stage with replicas the gradients are means already. At a stage without replicas they are a sum over
-    the round, because the stage computes all of the round's minibatches. If no stage has replicas, a round is
-    one minibatch.
+    A round is the minibatches of one update. At a stage with replicas the gradients are means already. At a
+    stage without replicas they are a sum over the round, because the stage computes all of the round's
+    minibatches. If no stage has replicas, a round is one minibatch.
     minibatch: the round's first minibatch."""
     if runner.prepared.gradients.takes_means:
         return 1.0
@@ -611,8 +608,8 @@ def _mean_scale(
 def _figures_of(
     runners: Iterable[StageRunner], mean_scale: Callable[[StageRunner, int], float], minibatch: int
 ) -> GradientFigures:
-    """Returns the figures of the mean gradients, without the loss scale, over a worker's stages. Call it when
-    all gradients of the round have arrived."""
+    """Returns the figures of the mean gradients of a worker's stages, without the loss scale. Call it when
+    all gradients of the round have arrived. minibatch: the round's first minibatch."""
     figures = GradientFigures()
     for runner in runners:
         runner.prepared.gradients.take(minibatch, runner.gradient_slot)

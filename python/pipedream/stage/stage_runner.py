@@ -1,7 +1,9 @@
 """The runner executes the work items of one stage. Each kind of item has these inputs and outputs:
 
-    FORWARD    data or received tensors -> outputs, stashed       BACKWARD  stashed, gradients -> gradients
-    RECOMPUTE  stashed -> stashed with its graph                  UPDATE    gradients -> the next version
+    FORWARD    data or received tensors -> outputs, and a stash for the backward
+    RECOMPUTE  the stash -> the stash with its graph
+    BACKWARD   the stash, received gradients -> gradients of the parameters and of the received tensors
+    UPDATE     gradients of the parameters -> the next version
 
 The worker's compute thread owns the runner and everything that the runner is given.
 """
@@ -47,7 +49,7 @@ _NO_SLOTS: dict[int, int] = {}
 
 @dataclass(frozen=True)
 class PreparedStage:
-    """One stage of this worker with its weights in the pool."""
+    """One stage of this worker, with its weights in the pool, ready to run."""
 
     stage: StageModule
     weights: StageWeights
@@ -56,13 +58,13 @@ class PreparedStage:
     offload: StageOffload | None
     gradients: StageGradients
     loss_scaling: LossScaling | None
-    """The scale of the loss; None except in float16."""
+    """The scale of the loss; None unless autocast is float16."""
     start: StageStart
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """The parts of its worker that a runner works with."""
+    """The objects of a worker that the runner of one stage uses."""
 
     boundary_in: Boundary | None
     """The boundary with the stage upstream; None at the first stage."""
@@ -73,29 +75,29 @@ class StageParts:
     reader: BatchReader | None
     """Reads the data at the first and the last stage; None at others."""
     losses: LossRecord | None
-    """The losses so far; None except at the last stage."""
+    """The record of losses; None except at the last stage."""
     boundaries: Boundaries
     """The boundaries of the worker."""
     gate: StageZeroGate | None
-    """Admits minibatches; None except at the first stage."""
+    """Decides which minibatches are trained; None except at the first stage."""
     tells_losses: bool
-    """Whether the losses are sent back to the first stage."""
+    """Whether the losses are sent back to the first stage, in the headers of gradients."""
     backward_seed: int | None
-    """Seed of the backward's random draws. None if it draws nothing, or draws from the process's
-    generators."""
+    """Seed of the backward's random draws. None if the backward draws nothing, or if it draws from the
+    process's generators."""
     clones_inputs: bool | None
     """Whether the first stage works on copies of the inputs. None: the first forward decides."""
     copies_targets: bool
     """Whether the last stage works on copies of the targets."""
     torch_region: Callable[[], contextlib.AbstractContextManager[None]] | None
-    """The region in which torch computes, so that its tensors lie in the pool. None: torch allocates its own
-    memory.
+    """The region in which torch computes, so that its tensors lie in the pool. None: torch allocates its
+    memory itself.
     """
 
 
 class StageRunner:
-    """One stage's forward, recompute, backward and update. Each of these methods returns the tensors that
-    its item sends."""
+    """Runs one stage's forward, recompute, backward and update. forward(), recompute() and backward() return
+    the tensors to send."""
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class StageRunner:
         user: UserCode,
         describe: str,
     ) -> None:
-        """describe: names the worker, for errors."""
+        """describe: the name of the worker, for errors."""
         stage = prepared.stage
         self.stage_index = stage.stage_index
         self.is_first = parts.boundary_in is None
@@ -125,12 +127,12 @@ class StageRunner:
         """The slot of the version whose leaves hold the gradients."""
         self.loss_scale = 1.0
         """The factor by which the latest backward's loss is multiplied. With _sums_shares it is instead the
-        sum of the weights of the microbatches that this replica has had in the round."""
+        sum of the weights of this replica's microbatches in the round so far."""
         self._share = 0.0
         self.meter: WorkMeter | None = None
-        """Measures forwards, recomputes and backwards while there is one."""
+        """Measures forwards, recomputes and backwards; None if nothing is measured."""
         self.step_meter: StepMeter | None = None
-        """Measures updates while there is one."""
+        """Measures updates; None if nothing is measured."""
         self._device = device
         self._user = user
         self._describe = describe
@@ -147,22 +149,22 @@ class StageRunner:
             self._statistics = MinibatchStatistics(stage) or None
         self._evaluated_norms: EvaluatedNorms | None = None  # known after the first forward
         self._has_in_flight = _core.num_microbatches_in_flight(schedule, self.stage_index) > 1
-        self._written_memory: set[int] = set()  # known after the first forward, which may make buffers
+        self._written_memory: set[int] = set()  # found after the first forward, which may make buffers
         self._has_looked = False
         self._in_flight: dict[tuple[int, int], Stashed] = {}
         self._reads_losses_late = parts.losses is not None and parts.losses.reads_late
         self._tied = prepared.tied or None
         self.stashes = _core.stashes_versions(schedule, self.stage_index)
         self._held = prepared.start.held
-        """Versions of an earlier run for the first microbatches. None once no microbatch reads them."""
+        """Versions of an earlier run for the first microbatches; None after these microbatches."""
         self.kept = HeldVersions()
-        """Versions that lie in no slot, stored for a run that continues this one."""
+        """Copies of versions that no slot holds any more, for a run that continues this one."""
         self._schedule = schedule
         self._loss_scaling = prepared.loss_scaling
         self._offload: OffloadedStash | None = None
         if prepared.offload is not None:
             self._offload = OffloadedStash(prepared.offload, stage, prepared.weights)
-        # With offloading a bind moves weights. With ties the slot is known only after versions are received.
+        # With offloading, binding moves weights. With ties, the slot is known once versions are received.
         self._binds_early = prepared.offload is None and self._tied is None
         self._passes = (RecomputedPasses if self._recomputes else StagePasses)(
             stage,
@@ -180,7 +182,7 @@ class StageRunner:
         )
 
     def prepare(self, work: _core.WorkItem) -> None:
-        """Binds the weights of the next item before its tensors have been received."""
+        """Binds the weights of the next work item while its tensors are still on their way."""
         if self._binds_early:
             self._bind(work)
 
@@ -188,7 +190,7 @@ class StageRunner:
 
     def forward(self, work: _core.WorkItem) -> list[Tensor] | None:
         """Returns the outputs; an empty list at the last stage. Returns None if the minibatch is not
-        admitted, as at the end of the data."""
+        admitted, for example at the end of the data."""
         piece = self._read(work)
         if piece is None:
             return None
@@ -237,8 +239,8 @@ class StageRunner:
         return boundary.sent([settled(tensor, self._written_memory) for tensor in crossing])
 
     def _judge_labels(self, stashed: Stashed) -> None:
-        """Raises ValueError if ignored labels (-100) would make a microbatch's weight in the loss differ from
-        its share of the samples."""
+        """Raises ValueError if the loss ignores labels (-100) that the microbatches have in unequal numbers.
+        A microbatch's share of the samples would then be a wrong weight in the loss."""
         reader, piece = self.parts.reader, stashed.piece
         assert reader is not None
         for uneven in piece.uneven_labels:
@@ -262,7 +264,7 @@ class StageRunner:
         if not self.is_first and (
             piece is None or piece.fingerprint != work.data_fingerprint or piece.is_empty != work.is_empty
         ):
-            raise self.data_mismatch(work.minibatch)  # the first stage has read something else
+            raise self.data_mismatch(work.minibatch)  # the first stage has read other data
         if piece is not None and self.parts.copies_targets:
             piece.targets = to_device(piece.targets, self._device, copy=True)
         return piece
@@ -275,8 +277,8 @@ class StageRunner:
         return fetch(minibatch) if self._gate is None else self._gate.admits(minibatch, fetch)
 
     def _begin_boundary(self, work: _core.WorkItem) -> int:
-        """Returns the events that are due at the boundary before the forward's group. The group's first
-        forward also calls the listeners."""
+        """Returns the events that are due at the boundary before the forward's group, and tells the
+        boundary's listeners."""
         events = work.boundary_events
         if self._gate is not None:
             events = self._gate.events
@@ -301,14 +303,14 @@ class StageRunner:
         return self._gradients.take_overflow() or before
 
     def keep_version(self, work: _core.WorkItem, kept: HeldVersions) -> None:
-        """Copies the version that the next backward reads into `kept`, for a run that continues this one. The
-        update after that backward may overwrite the version."""
+        """Copies the version that the next backward reads into `kept`, because the update after that backward
+        may overwrite it. A run that continues this one reads the copy."""
         version = _core.backward_version(self._schedule, self.stage_index, work.minibatch, work.microbatch)
         kept.keep(version, self._weights.own, work.read_slot)
 
     def _load_held(self, work: _core.WorkItem, *, is_forward: bool) -> None:
-        """Copies the version that the item reads into the stage's slot, from the versions that an earlier run
-        kept. An item that reads a newer version than these gets the newest of them."""
+        """Copies the version that the item reads into the stage's slot, from the versions that the earlier
+        run kept. If the item reads a newer version, the newest of the kept versions is loaded."""
         assert self._held is not None
         read = _core.forward_version if is_forward else _core.backward_version
         version = read(self._schedule, self.stage_index, work.minibatch, work.microbatch)
@@ -324,7 +326,7 @@ class StageRunner:
 
     def _look_at_what_was_made(self) -> None:
         """Finds the buffers that the first forward has made, and the references to parameters that layers
-        stored during that forward. Refuses hooks that it has registered at parameters."""
+        stored during it. Raises ValueError for hooks that the forward has registered at parameters."""
         self._has_looked = True
         self._written_memory = written_memory(self.prepared.stage)
         self._weights.follow_new_references()
@@ -358,7 +360,7 @@ class StageRunner:
         )
 
     def _keep_loss(self, stashed: Stashed, loss: Tensor) -> None:
-        """Keeps the loss for the backward."""
+        """Stores the loss in the stash for the backward."""
         if not loss.requires_grad:
             self._check_trains_nothing(stashed)
         stashed.outputs = [loss]
@@ -372,7 +374,7 @@ class StageRunner:
             )
 
     def _close_minibatch(self, minibatch: int) -> None:
-        """Called after the forward of the minibatch's last microbatch at this replica."""
+        """Ends the minibatch at this stage, after the forward of its last microbatch at this replica."""
         if self._statistics is not None:
             self._statistics.update()
         if self._losses is not None:
@@ -385,15 +387,15 @@ class StageRunner:
         return [] if boundary is None else nothing_like(boundary, self._device, gradients=False)
 
     def _read_losses(self) -> None:
-        """Reads losses that are due. A device may report an error of earlier user code here, so the message
-        names that code."""
+        """Reads losses that are due. A device may report an error of earlier user code here, so the error's
+        message names that code."""
         assert self._losses is not None
         self._user.run("forward or loss_fn", self._losses.read_pending)
 
     # Recompute.
 
     def recompute(self, work: _core.WorkItem) -> list[Tensor]:
-        """Runs the forward again, now with its graph. Sends nothing."""
+        """Runs the forward again, now with its graph. Returns an empty list, because nothing is sent."""
         stashed = self._in_flight[work.minibatch, work.microbatch]
         if stashed.piece.is_empty:
             return []
@@ -423,11 +425,11 @@ class StageRunner:
             self._note_scale(work, stashed)
         if self._held is not None:
             self._load_held(work, is_forward=False)
-        # Layers with activation checkpointing run their forward again in the backward. So their weights must
-        # be bound during the backward.
+        # Layers with activation checkpointing run their forward again in the backward, so the backward needs
+        # the weights bound.
         self._bind(work)
         following: Stashed | None = None
-        if self._offload is not None:  # backwards have the order of forwards
+        if self._offload is not None:  # backwards run in the order of the forwards
             following = next(iter(self._in_flight.values()), None)
         if self.parts.backward_seed is not None:
             of_minibatch = _core.derived_seed(self.parts.backward_seed, minibatch)
@@ -441,9 +443,9 @@ class StageRunner:
             with self.meter.backward():
                 self._passes.backward(stashed, work.tensors, following)
         if self._own_per_round > 1:
-            self._gradients.part_gradients(read_slot)
+            self._gradients.separate_gradients(read_slot)
         work.tensors.clear()
-        if self._reads_losses_late:  # before anything of this backward is sent
+        if self._reads_losses_late:  # a loss that is not finite must end the run before gradients are sent
             self._read_losses()
         if self._tells_losses:
             self._tell_loss(work, stashed)
@@ -455,7 +457,7 @@ class StageRunner:
         return boundary.sent(gradients_of(stashed.leaves, self._device), gradients=True)
 
     def _tell_loss(self, work: _core.WorkItem, stashed: Stashed) -> None:
-        """Puts the loss into the header of the gradients, which carry it back to the first stage."""
+        """Puts the loss into the header of the gradients, which bring it to the first stage."""
         bits = work.data_fingerprint
         if self._losses is not None:
             parts = self._losses.parts
@@ -474,9 +476,10 @@ class StageRunner:
             self._tied.begin_backward(work.minibatch, work.microbatch)
 
     def _note_scale(self, work: _core.WorkItem, stashed: Stashed) -> None:
-        """Notes the factor by which the losses of the round are multiplied so far."""
+        """Updates the factor in the gradients of the round. If the loss scale has changed within the round,
+        rescales the gradients so far."""
         begins = self._rounds.is_first_of_round(work.minibatch, work.microbatch)
-        if self._sums_shares:  # a replica's own mean is divided by the sum of its weights
+        if self._sums_shares:  # the update divides the replica's gradients by the sum of their weights
             share = stashed.piece.weight if self.is_last else work.loss_scale
             self.fields.loss_scale = share
             if self._rounds.num_replicas > 1:
@@ -489,8 +492,8 @@ class StageRunner:
         self.loss_scale = scale
 
     def poison(self, done: _core.WorkItem, freed_slot: int) -> None:
-        """Overwrites versions with NaN after the last backward that reads them. freed_slot: the slot of
-        such a version, or -1."""
+        """Overwrites versions with NaN after the last backward that reads them. freed_slot: the slot of such
+        a version; -1 if there is none."""
         if freed_slot >= 0:
             self._gradients.poison(freed_slot)
         self.prepared.tied.poison_freed_by(done.minibatch, done.microbatch)
@@ -498,20 +501,21 @@ class StageRunner:
     # Update.
 
     def figures(self, minibatch: int) -> GradientFigures:
-        """Returns the figures of the gradients of an update, with a flag that says whether the round received
-        a report of an overflow. minibatch: the round's first minibatch."""
+        """Returns the figures of an update's gradients. Their flag `told` says whether an activation of the
+        round has reported an overflow. minibatch: the round's first minibatch."""
         told = self._loss_scaling is not None and self._loss_scaling.take_told(minibatch)
         return self._gradients.figures()._replace(told=told)
 
     def hear(self, minibatch: int, total: GradientFigures) -> None:
-        """Notes the sum of an update's figures over all workers that exchange them. minibatch: the round's
+        """Notes the sum of an update's figures over all workers that exchange figures. minibatch: the round's
         first minibatch."""
         if self._loss_scaling is not None:
             round_index = self._rounds.round_of(minibatch)
             self._loss_scaling.hear(round_index, overflowed=total.overflowed or total.told)
 
     def update(self, work: _core.WorkItem, gradient_scale: float | None) -> None:
-        """Makes the next version. gradient_scale: factor of the gradients. None skips the update."""
+        """Makes the next version. gradient_scale: the factor by which gradients are multiplied. None skips
+        the update after an overflow."""
         read_slot, write_slot = work.read_slot, work.write_slot
         gradients, own = self._gradients, self._weights.own
         own.begin_update(read_slot, write_slot)
@@ -524,8 +528,8 @@ class StageRunner:
         own.end_update(write_slot)
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
-        """Called after all updates. newest_slot: the slot of the last version. is_over: whether the whole run
-        is over, not only a segment."""
+        """Ends the run or a segment of it. Call it after all updates. newest_slot: the slot of the last
+        version. is_over: whether the whole run is over, not only a segment."""
         self._gradients.finish(newest_slot, is_over=is_over)
         if self._loss_scaling is not None and not is_over:
             self._loss_scaling.keep(overflowed=self._gradients.take_overflow())
@@ -542,7 +546,8 @@ class StageRunner:
 
 
 def data_mismatch(minibatch: int, worker: str) -> DataMismatch:
-    """Returns the error. worker: describes the worker that has read other data than rank 0."""
+    """Returns the error for data that differ between workers. worker: describes the worker whose data differ
+    from rank 0's."""
     return DataMismatch(
         f"minibatch {minibatch} is not the same data at stage 0 (rank 0) and {worker}:"
         " every worker iterates all of `data` itself, so no rank may have a part of its own (as"

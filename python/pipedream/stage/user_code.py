@@ -1,12 +1,10 @@
 """Runs the user's own code inside a run. The time is measured, and errors are reported with stage and
-minibatch.
-
-Owned by the worker's compute thread.
+minibatch. Owned by the worker's compute thread.
 
 After a loss of NaN has failed a run, the last stage's forward runs once more to find where the NaN began.
-Every operation is examined. If an input and the result have a NaN, the NaN of the result has the same origins
-as that of the input. A NaN that does not reach the loss is ignored. The search takes the time of a forward
-and about 50 us per operation.
+Every operation is examined. If an operation reads a NaN and its result has a NaN, the latter has the origins
+of the former. If it reads none, the operation itself is the origin. A NaN that does not reach the loss is
+ignored. The search takes the time of a forward and about 50 us per operation.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ class UserCode:
     """Runs the user's own code, measures its time, and reports its errors with stage and minibatch."""
 
     def __init__(self, where: Callable[[str], str]) -> None:
-        """where: describes what is being run, for errors."""
+        """where: returns a description of the failed code for an error, given the name of the call."""
         self._where = where
         self.elapsed_ns = 0
-        """Nanoseconds of user code since the last item was completed."""
+        """Nanoseconds of user code since the last work item was completed."""
 
     def take_elapsed_ns(self) -> int:
-        """Returns the time of user code in the item that ends now, and starts again from 0."""
+        """Returns the time of user code in the work item that ends now, and starts again from 0."""
         elapsed_ns, self.elapsed_ns = self.elapsed_ns, 0
         return elapsed_ns
 
     def drop_elapsed(self) -> None:
-        """Forgets the time so far, which belongs to no item."""
+        """Forgets the time so far. Call it if the time belongs to no work item."""
         self.elapsed_ns = 0
 
     def run(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
@@ -55,7 +53,7 @@ class UserCode:
         try:
             return function(*arguments)
         except (PipelineError, _core.RunFailure):
-            raise  # forwarded data come from the core, so this is no error of the user
+            raise  # forwarded data come from the core, so the error is not the user's
         except Exception as error:
             raise PipelineError(f"{self._where(what)}: {describe_error(error)}") from error
         finally:
@@ -63,8 +61,8 @@ class UserCode:
 
 
 def origins_of_nan(stage: StageModule, received: Iterable[Tensor], run: Callable[[], Tensor]) -> list[str]:
-    """Returns a description of each origin of a NaN, each once; empty if the loss is not NaN. received: the
-    tensors that came from upstream. run: runs the forward on these same tensors, and returns the loss."""
+    """Returns a description of each origin of the NaN in the loss; empty if the loss is not NaN. received:
+    the tensors that came from upstream. run: runs the forward on these same tensors, and returns the loss."""
     modules = [(name, module) for prefix, root in stage.roots() for name, module in _modules_of(prefix, root)]
     finder = _Finder({id(module): name for name, module in modules})
     for tensor in received:
@@ -89,7 +87,8 @@ class _Finder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._stack: list[str] = []
-        self._known: dict[int, tuple[Tensor, list[str]]] = {}  # by storage; a tensor keeps its address
+        # The key is the address of the storage. The stored tensor keeps it from being given to another one.
+        self._known: dict[int, tuple[Tensor, list[str]]] = {}
 
     def know(self, tensor: Tensor, origin: str) -> None:
         self._note(tensor, [origin])

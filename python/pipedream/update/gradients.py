@@ -134,12 +134,12 @@ class StageGradients:
         """Prepares the last backward of the minibatch at this replica. loss_scale: the factor by which the
         minibatch's loss is multiplied."""
 
-    def part_gradients(self, own_slot: int) -> None:
+    def separate_gradients(self, own_slot: int) -> None:
         """Gives each gradient its own memory. Call it after a backward whose gradients the next backward
         adds to. Autograd may give two parameters gradients in one memory, and each would then get the sum of
         both. own_slot: the slot that the backward read."""
-        self._weights.own.part_gradients(own_slot)
-        self._tied.part_gradients()
+        self._weights.own.separate_gradients(own_slot)
+        self._tied.separate_gradients()
 
     def move(self, from_slot: int, to_slot: int) -> None:
         """Moves the round's gradients to the leaves of another slot, which the next backward reads."""

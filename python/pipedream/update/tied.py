@@ -222,10 +222,10 @@ class TiedParameters:
                 group.versions.move_gradients(group.gradient_slot, slot)
                 group.gradient_slot = slot
 
-    def part_gradients(self) -> None:
+    def separate_gradients(self) -> None:
         """Gives each gradient so far its own memory."""
         for group in self._groups.values():
-            group.versions.part_gradients(group.gradient_slot)
+            group.versions.separate_gradients(group.gradient_slot)
 
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients of the round so far."""

@@ -218,7 +218,7 @@ class WeightVersions:
                 gradient, old.grad = old.grad, None
                 new.grad = gradient
 
-    def part_gradients(self, slot: int) -> None:
+    def separate_gradients(self, slot: int) -> None:
         """Copies gradients that share memory with another tensor. Each parameter's first gradient is checked.
         Later gradients are checked only if the parameter's first gradient shared memory."""
         leaves = self._leaves[slot]
