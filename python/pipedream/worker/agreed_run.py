@@ -46,9 +46,10 @@ from pipedream.worker.continuing import with_checkpoint
 __all__ = ["AgreedRun", "agree", "segment_key", "wait_for", "wait_while_linked"]
 
 _MARKED = "folder of the checkpoints"
-"""The key by which ranks tell each other of their marks in the folder."""
+"""Prefix of the keys by which ranks say that they have put a mark into the folder. Rank 0 answers under the
+bare key."""
 _SEES_FILES_S = 5.0
-"""The most seconds after which a network file system shows a file of another machine."""
+"""Seconds after which a network file system must show a file that another machine has made."""
 _LOOK_S = 0.05
 
 
@@ -60,10 +61,10 @@ class AgreedRun:
     options: JobOptions
     base_seed: int
     stages: list[StageModule]
-    """All stages. The stages of other ranks have the weights of this process's model."""
+    """All stages of the plan. Other ranks' stages have the weights of this process's model."""
     ties: list[Tie]
     evaluated: Sequence[StageModule] = ()
-    """All stages of the forward in eval mode. Empty without validation."""
+    """All stages of the eval-mode forward. Empty without validation."""
     is_made_by_stages: bool = False
     """Whether the caller's model is on the meta device. Each worker then makes the initial values of its own
     stages."""
@@ -83,7 +84,7 @@ class AgreedRun:
         return self.options.plan
 
     def schedule(self) -> _core.ScheduleOptions:
-        """Returns the schedule's options, among them the stages that share parameters."""
+        """Returns the schedule's options, including the parameters that stages share."""
         return self.options.schedule_options(
             tie_pairs(self.ties),
             first_minibatch=self.first_minibatch,
@@ -91,12 +92,12 @@ class AgreedRun:
         )
 
     def key(self, name: str) -> str:
-        """Returns the segment's key in the rendezvous."""
+        """Returns the key under which this segment publishes `name` in the rendezvous."""
         return segment_key(name, self.segment_index)
 
     def own_stages(self) -> list[StageModule]:
-        """Returns the stages that this rank trains. The list is empty at a spare, and at a rank beyond the
-        plan."""
+        """Returns the stages that this rank trains. The list is empty at a spare, and at a rank that the plan
+        does not use."""
         return self.stages_of(self.rank)
 
     @property
@@ -106,13 +107,13 @@ class AgreedRun:
         return None if stage is None else self.stages[stage]
 
     def held_stages_of(self, rank: int) -> list[StageModule]:
-        """The stages whose initial weights the rank needs."""
+        """Returns the stages whose initial weights the rank needs."""
         served = self.plan.spare_stage_of(rank)
         return self.stages_of(rank) if served is None else [self.stages[served]]
 
     def stages_in_memory(self, device_type: str) -> list[StageModule]:
-        """The stages whose weights lie in the device's memory. On the host these include the user's modules
-        of other stages."""
+        """Returns the stages whose weights lie in the device's memory. On the host these may be all stages,
+        because the user's modules of other stages are in memory, too."""
         is_whole = self.place.returns_model and not self.is_made_by_stages
         return self.stages if is_whole and device_type == "cpu" else self.held_stages_of(self.rank)
 
@@ -132,12 +133,12 @@ class AgreedRun:
         return self.plan.num_stages - 1 in self.plan.stages_of(self.rank)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters of all stages. They are the parameters of the user's model. During the run
+        """Returns the parameters of all stages, by name. They are those of the user's model. During the run
         the modules read weight versions in place of them."""
         return {name: p for stage in self.stages for name, p in stage.trainable_parameters()}
 
     def frozen_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of all stages that are not trained."""
+        """Returns the frozen parameters of all stages, by name."""
         return {name: p for stage in self.stages for name, p in stage.frozen_parameters()}
 
     def tied_parameters_of(self, stage_index: int) -> list[nn.Parameter]:
@@ -154,7 +155,7 @@ class AgreedRun:
 
 def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[AgreedRun, RngStream | None]:
     """Returns (the agreed run, the random generators of its data). The generators are None if the run has one
-    worker: its data draw from the process's generators."""
+    worker, because its data draw from the process's generators."""
     agreed: dict[str, Any] | None = None
     if place.rank == 0:
         _check_world(options.plan, place.world_size)
@@ -171,7 +172,7 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
     stages = split(model, options.plan)
     if place.returns_model:  # otherwise the caller has checked
         check_loss_buffers(stages, options.loss_fn)
-    settings = settings_of(options)  # as given, before the checkpoint's state is added
+    settings = settings_of(options)  # before with_checkpoint() changes the options
     options, seed_before = with_checkpoint(options)
     state = options.state
     base = base_seed(options.seed) if state is None else state.base_seed
@@ -214,7 +215,7 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         _check_folders(place, options)
     generators: RngStream | None = None
     if options.plan.workers_used > 1:
-        # All workers must read the same data, so the data get generators from which nothing else draws.
+        # All workers must read the same data. So the data get generators from which nothing else draws.
         generators = RngStream(data_seed(base))
         seed_torch(process_seed(base, _first_stage(options.plan, place.rank)))
     if state is not None:
@@ -235,15 +236,16 @@ def wait_for(
 ) -> list[Any]:
     """Returns the values of the keys, which other ranks publish.
 
-    Raises another rank's failure as an error of the same kind. Errors of `meanwhile` pass through. Raises
-    PeerLost if a rank does not join within START_TIMEOUT_S, or is lost after it joined."""
+    Raises another rank's failure as an error of the same kind. Raises errors of `meanwhile`, which is called
+    during the wait. Raises PeerLost if a rank does not join within START_TIMEOUT_S, or is lost after it
+    joined."""
     with failures_of_others():
         return rendezvous.wait_for(keys, START_TIMEOUT_S, describe, meanwhile=meanwhile)
 
 
 def wait_while_linked(rendezvous: Rendezvous, keys: list[str], check_links: Callable[[], None]) -> list[Any]:
     """Returns the values of the keys, which other ranks publish while the links are open. Waits without a
-    time limit. check_links is called during the wait, and raises the failure of a link if there is one."""
+    time limit. During the wait calls check_links(), which raises the failure of a link if there is one."""
     with failures_of_others():
         return rendezvous.wait_for(keys, math.inf, lambda missing: f"no {missing[0]}", meanwhile=check_links)
 
@@ -258,8 +260,8 @@ def _check_world(plan: Plan, world_size: int) -> None:
 
 
 def _with_plan(options: JobOptions, plan: Plan) -> JobOptions:
-    """Returns the options with rank 0's plan. If the options name no schedule, they get the plan's
-    schedule."""
+    """Returns the options with rank 0's plan. If the options leave the schedule to the plan, they get the
+    plan's schedule."""
     schedule, microbatches = schedule_to_run(plan, options.schedule, options.microbatches)
     return replace(options, plan=plan, schedule=schedule, microbatches=microbatches)
 
@@ -280,7 +282,8 @@ def _check_layers(mine: list[str], rank: int, of_rank_0: list[str]) -> None:
 
 
 def _show_folder(place: WorkerPlace, options: JobOptions) -> None:
-    """Makes this rank's mark in the folder of the checkpoints, and waits until rank 0 has seen it."""
+    """Puts this rank's mark into the folder of the checkpoints, and waits until rank 0 has looked for all
+    marks."""
     if options.checkpoints is None or place.rank >= options.plan.workers_used:
         return
     folder = options.checkpoints.folder
@@ -295,8 +298,8 @@ def _show_folder(place: WorkerPlace, options: JobOptions) -> None:
 
 
 def _check_folders(place: WorkerPlace, options: JobOptions) -> None:
-    """Raises ValueError if another rank writes its checkpoints into another folder than rank 0, because then
-    no checkpoint would ever be complete."""
+    """Raises ValueError if another rank's folder of checkpoints is not rank 0's folder. No checkpoint would
+    ever be complete then. Rank 0 looks in its own folder for the marks of all ranks."""
     if options.checkpoints is None:
         return
     folder, others = options.checkpoints.folder, range(1, options.plan.workers_used)
@@ -315,6 +318,6 @@ def _check_folders(place: WorkerPlace, options: JobOptions) -> None:
 
 
 def _first_stage(plan: Plan, rank: int) -> int:
-    """The first stage of the rank. A rank without stages gets a number that no other rank has."""
+    """Returns the rank's first stage. A rank without stages gets a number that no other rank has."""
     stages = plan.stages_of(rank) if rank < plan.workers_used else ()
     return stages[0] if stages else plan.num_stages + rank

@@ -32,9 +32,9 @@ __all__ = ["cautions_of", "check_data_apart", "warn_if_coarse", "warn_if_late", 
 # number of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _IGNORED_BY_DEFAULT = -100
-_MICROBATCHES_TRIED_MAX = 64  # to find the fewest at which gradients are at most one update late
+_MICROBATCHES_TRIED_MAX = 64  # to find the fewest microbatches with which gradients are in time
 
-_BETWEEN = ("pipedream", "contextlib")  # their frames lie between a warning and the user's line
+_BETWEEN = ("pipedream", "contextlib")  # packages whose frames a warning skips to find the user's line
 
 
 def cautions_of(
@@ -50,10 +50,13 @@ def cautions_of(
     schedule: str | None = None,
     in_microbatches: bool = False,
 ) -> Iterator[str]:
-    """Yields the cautions, one line each. world_size: ranks that torchrun has started; None without it.
+    """Yields the cautions, one line each.
+
+    world_size: number of ranks that torchrun has started; None without torchrun.
+    rates_by_update: whether each stage has its own scheduler, which steps once per update.
+    codec: the codec of the links.
     in_microbatches: whether the data are known to yield Microbatches.
-    rates_by_update: whether each stage has its own scheduler, which steps once per update. codec: the
-        codec of the links. autocast, schedule: as in run().
+    autocast, schedule: as in run().
     """
     layers = [layer for _, layer in layers_of(model)]
     if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
@@ -141,8 +144,8 @@ def _cautions_of_plan(plan: Plan, schedule: str, microbatches: int) -> Iterator[
 
 
 def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
-    """Yields cautions about the loss. The mean over microbatches equals the loss of the minibatch only if the
-    loss is a mean over samples. Attributes of torch's losses show whether they are such means."""
+    """Yields cautions about the loss. The mean of the microbatches' losses equals the loss of the minibatch
+    only if the loss is a mean over samples. Attributes of torch's losses show whether it is."""
     if isinstance(loss_fn, functools.partial):
         kind, settings = loss_fn.func, loss_fn.keywords
     else:
@@ -166,9 +169,9 @@ def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
 
 
 def warn_if_late(plan: Plan, options: ScheduleOptions, optimizers: Iterable[Optimizer]) -> None:
-    """Warns the caller if gradients are more than one update late and an optimizer has momentum. With both,
-    training needs more minibatches (docs/statistical_efficiency.md). optimizers: the optimizers of some
-    stages."""
+    """Warns the caller if gradients are more than one update late and an optimizer has momentum. Both
+    together make training need more minibatches (docs/statistical_efficiency.md). optimizers: the optimizers
+    of some stages."""
     delay = mean_delay(options)
     names = [type(made).__name__ for made in optimizers if _has_momentum(made)]
     if delay <= 1 or not names:
@@ -189,7 +192,7 @@ def warn_if_late(plan: Plan, options: ScheduleOptions, optimizers: Iterable[Opti
 
 
 def warn_if_coarse(optimizers: Iterable[Optimizer]) -> None:
-    """Warns the caller of an optimizer that steps in bfloat16, because small steps are then rounded away.
+    """Warns the caller if an optimizer steps in bfloat16, because small steps are then rounded away.
     optimizers: the optimizers of some stages."""
     for made in optimizers:
         keeps_masters = isinstance(made, MasterWeights) or type(made) in NATIVE_OPTIMIZERS
@@ -215,9 +218,9 @@ def _has_momentum(optimizer: Optimizer) -> bool:
 
 
 def check_data_apart(data: Iterable[Any], model: Model, plan: Plan) -> Iterator[str]:
-    """Yields a line if data hold a part of the model, because workers that read data may not have the newest
-    weights of that part. Raises ValueError if a sampler holds a part, because a sampler can only use the
-    weights to choose samples."""
+    """Yields a line if the data hold a part of the model. A worker that reads data may not have the newest
+    weights of that part. Raises ValueError if a sampler holds a part of the model, because a sampler can only
+    use it to choose samples."""
     if plan.num_stages == 1 and plan.workers_used == 1:
         return  # the data hold the model that is trained
     roots = [root for _, root in roots_of(model)]
@@ -248,8 +251,8 @@ def _samplers_of(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _held_by(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (path, value) of the objects that the data hold directly. It looks no deeper, because a dataset
-    may have a million parts."""
+    """Yields (path, value) of each object that the data hold directly. Does not look into these objects,
+    because a dataset may have a million parts."""
     held: Mapping[str, Any] = {}
     path = "data.dataset" if isinstance(data, DataLoader) else "data"
     if isinstance(data, types.GeneratorType):
@@ -262,7 +265,7 @@ def _held_by(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def warn_the_caller(caution: str) -> None:
-    """Warns at the line of the user's script that called this library, however many decorators are in
+    """Warns at the line of the user's script that called this library. Any number of decorators may be in
     between."""
     frame: FrameType | None = sys._getframe()
     stack_level = 1

@@ -29,14 +29,14 @@ __all__ = ["Checkpointing"]
 
 
 class Checkpointing:
-    """The checkpoints of a run at one worker. Construct it before the stages' modules read versions of
-    their parameters."""
+    """Writes the checkpoints of a run at one worker. Construct it before the modules of the stages read
+    weight versions."""
 
     def __init__(
         self, run: AgreedRun, record: Mapping[str, list[Any]], loss_state: LossState | None = None
     ) -> None:
-        """record: the reports from before the checkpoint that the run continues from. loss_state: the state
-        of the loss, if this worker has the last stage."""
+        """record: the reports of the minibatches before the checkpoint from which the run continues.
+        loss_state: the state of the loss, if this worker has the last stage."""
         checkpoints = run.options.checkpoints
         assert checkpoints is not None
         self._run = run
@@ -53,12 +53,12 @@ class Checkpointing:
 
     @property
     def saves_before(self) -> Callable[[int], bool] | None:
-        """Decides on a checkpoint that is not planned, at a boundary. None if the replicas of stage 0 could
-        not agree on a boundary for it."""
+        """A function that decides at a boundary on a checkpoint that is not planned. None if the replicas of
+        stage 0 could not agree on a boundary for it."""
         return None if self._saving is None else self._saving.saves_before
 
     def prepare(self, num_bytes: Mapping[int, int]) -> None:
-        """Allocates the memory for copies. num_bytes: by stage."""
+        """Allocates the memory for copies of the stages. num_bytes: bytes by stage."""
         if self.writer is None:
             memory = {stage: torch.zeros(size, dtype=torch.uint8) for stage, size in num_bytes.items()}
             self.writer = CheckpointWriter(self._checkpoints.folder, self._checkpoints.keep, memory)
@@ -73,8 +73,8 @@ class Checkpointing:
         check_links: Callable[[], None],
         prepared: Sequence[PreparedStage],
     ) -> StageSaver:
-        """Makes the saver of a segment. run: the run with the options of this segment. kinds: the shapes of
-        minibatches that the segment's memory is planned for."""
+        """Makes the saver of a segment. run: the run with this segment's options. kinds: the shapes of
+        minibatches for which the segment's memory is planned."""
         assert self.writer is not None
         if self._saving is not None:
             self._saving.check = check_links
@@ -106,13 +106,13 @@ class Checkpointing:
         )
 
     def close(self) -> None:
-        """Waits until all copies are written."""
+        """Waits until the writer has written all copies, and closes it."""
         if self.writer is not None:
             self.writer.close()
 
 
 def _meet(run: AgreedRun, check_links: Callable[[], None], stage: int, minibatch: int) -> None:
-    """Waits until all replicas of the stage have called this function."""
+    """Waits until all replicas of the stage have called this function for this minibatch."""
     rendezvous = run.place.rendezvous
     replicas = range(run.plan.stages[stage].num_replicas)
     keys = [run.key(f"saved before {minibatch}/{stage}/{replica}") for replica in replicas]
@@ -121,14 +121,14 @@ def _meet(run: AgreedRun, check_links: Callable[[], None], stage: int, minibatch
 
 
 class _Saving:
-    """Decides where a run is saved if the data do not decide that, for example if checkpoints are due by
-    time. Rank 0 saves at its next boundary.
+    """Decides where a run is saved for a reason that does not follow from the data, such as the time. If
+    stage 0 has one replica, rank 0 saves at its next boundary.
 
     If stage 0 has replicas, all must save at the same boundary. So rank 0 publishes a message, the word, at
     some boundaries B, which all replicas know in advance:
 
         rank 0    at B           says whether to save at B + lead, and names the next B
-        all       at B + lead    read the word, and save or go on
+        all       at B + lead    read the word, and save or do not save
 
     A replica seldom waits for the word. It cannot reach B + lead without rank 0's pushes of the rounds
     before, so rank 0 has passed B by then."""
@@ -137,16 +137,16 @@ class _Saving:
         self._rendezvous = run.place.rendezvous
         self._is_due = SaveRequests(checkpoints).saves_now if run.rank == 0 else None
         self._lead = stop_lead(run.schedule(), sync_every=run.options.replication.sync_every)
-        """The lead of decisions.Stopping; 0 if stage 0 has one replica."""
+        """Minibatches from a word to the boundary where it takes effect; 0 if stage 0 has one replica."""
         self._group_size = _core.minibatches_between_drains(run.schedule())
         self._says = self._hears = run.first_minibatch + self._group_size
-        """The boundaries of the next words."""
+        """The boundaries of the next word that rank 0 says, and of the next word that this rank hears."""
         self._said: deque[str] = deque()
         """The keys of the words that are in the rendezvous."""
         self._num_between = 0  # minibatches between the last two words
         self._spoke_s = time.monotonic()
         self.check: Callable[[], None] = lambda: None
-        """Raises the failure of a link, if the segment has one."""
+        """Raises the failure of a link, if the segment has had one."""
 
     def saves_before(self, group: int) -> bool:
         if self._lead == 0:
@@ -163,13 +163,14 @@ class _Saving:
     def _say(self, boundary: int, word: list[int]) -> None:
         self._rendezvous.publish(_word_key(boundary), word)
         self._said.append(_word_key(boundary))
-        # A replica may be the lead behind. All replicas have read the words before these.
+        # A replica may be up to `lead` minibatches behind, so the newest words are kept. All replicas have
+        # read the older words.
         if len(self._said) > 2 * self._lead // self._group_size + 2:
             self._rendezvous.forget(self._said.popleft())
 
     def _num_to_next_word(self) -> int:
-        """Returns the number of minibatches until the next word, in whole groups. They take about LOOK_S
-        seconds if the pace stays as it was since the last word."""
+        """Returns the number of minibatches until the next word, in whole groups. At the pace since the last
+        word they take about LOOK_S seconds."""
         now_s = time.monotonic()
         pace = self._num_between / max(now_s - self._spoke_s, 1e-9)
         num_wanted = min(pace * LOOK_S, 2 * self._num_between)

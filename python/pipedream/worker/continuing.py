@@ -1,11 +1,11 @@
 """Continues a run from a checkpoint, which gives each worker its initial state.
 
-    same plan, schedule, microbatches, ...    all kept versions, so that it continues exactly, as with
-                                              run(state=)
-    another plan or schedule                  the newest version of each parameter and its optimizer state,
-                                              found by the parameter's name
+    same plan, schedule, microbatches, ...    each worker gets all versions that it had, so the run continues
+                                              exactly, as with run(state=)
+    another plan or schedule                  each worker gets the newest version of its parameters and their
+                                              optimizer state, found by the parameters' names
 
-Runs on the worker's compute thread, except for found_checkpoint, which rank 0 or the caller runs.
+Rank 0 or the caller calls found_checkpoint(). All other functions run on the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ _Versions = dict[int, dict[str, Tensor]]
 def found_checkpoint(
     checkpoints: Checkpoints, model: Model, group_size: int, evaluates_every: int | str | None
 ) -> Continued | None:
-    """Returns the checkpoint to continue from; None if there is no checkpoint, so that the run begins with
-    minibatch 0. Raises ValueError if the checkpoint does not fit the model, or if the folder cannot be
+    """Returns the checkpoint to continue from. Returns None if there is no checkpoint, so that the run begins
+    with minibatch 0. Raises ValueError if the checkpoint does not fit the model, or if the folder cannot be
     written.
 
-    Makes the folder, if it is missing. Removes incomplete checkpoints of an earlier run from the folder, and
+    Makes the folder if it is missing. Removes incomplete checkpoints of an earlier run from the folder, and
     renames checkpoints that this run would overwrite.
 
-    group_size: minibatches after which all replicas of the plan have made their updates.
+    group_size: number of minibatches after which all replicas of the plan have made their updates.
     evaluates_every: Validation's `every`; None without validation."""
     found = checkpoints.find()
     make_folder(checkpoints.folder, mark_of(checkpoints.folder, "start"))
@@ -102,7 +102,7 @@ def found_checkpoint(
     evaluates = False
     if minibatch == reached:
         last = read_part_state(found.checkpoint, _last_stage_of(found.manifest))
-        # A run that was ended by Ctrl-C has left out the evaluation that was planned at this minibatch.
+        # A run that was ended by Ctrl-C may have left out the evaluation that was planned at this minibatch.
         is_due = _is_due(found.checkpoint, found.manifest, evaluates_every, group_size, epoch)
         is_done = any(each[0] == minibatch for each in last.get(EVALUATED, ()))
         evaluates = last.get(PENDING, False) or (is_due and not is_done)
@@ -113,8 +113,7 @@ def found_checkpoint(
 def _is_due(
     checkpoint: Path, manifest: Manifest, every: int | str | None, group_size: int, epoch: int
 ) -> bool:
-    """Whether an evaluation is planned before the checkpoint's minibatch. epoch: the epoch of that
-    minibatch."""
+    """Whether an evaluation is planned at the checkpoint's minibatch. epoch: the epoch of that minibatch."""
     minibatch = manifest.header.minibatch
     if isinstance(every, int):
         return (minibatch - group_size) // every != minibatch // every
@@ -123,7 +122,7 @@ def _is_due(
 
 
 def _epoch_at(checkpoint: Path, manifest: Manifest, minibatch: int) -> int:
-    """Returns the epoch of the minibatch. It must be the checkpoint's minibatch or an earlier one."""
+    """Returns the epoch of the minibatch, which must not be after the checkpoint's minibatch."""
     if minibatch == manifest.header.minibatch and manifest.header.epoch is not None:
         return manifest.header.epoch
     epochs: list[int] = _read_record_of(checkpoint, manifest.parts[0])["epochs"]
@@ -132,13 +131,13 @@ def _epoch_at(checkpoint: Path, manifest: Manifest, minibatch: int) -> int:
 
 def kinds_of(continued: Continued) -> list[Shapes]:
     """Returns the shapes of minibatches for which the earlier run had planned its memory. They may be larger
-    than the first minibatch."""
+    than the first minibatch of this run."""
     facts = read_part_state(Path(continued.path), 0)
     return [checked_shapes(KINDS, kind) for kind in facts.get(KINDS, ())]
 
 
 class _CheckpointState(RunState):
-    """The state from which workers continue, read from a checkpoint of a run with the same plan."""
+    """The state of each worker, read from a checkpoint of a run with the same plan."""
 
     def __init__(self, checkpoint: Path, options: JobOptions) -> None:
         manifest = read_manifest(checkpoint)
@@ -167,8 +166,8 @@ class _CheckpointState(RunState):
         return WorkerState([self._snapshot(stage, replica) for stage in plan.stages_of(rank)], {}, None)
 
     def _snapshot(self, stage: int, replica: int) -> StageSnapshot:
-        """Returns the snapshot of a replica. The versions of its tied parameters come from the snapshots of
-        the stages that own them."""
+        """Returns the snapshot of a replica. The versions of the tied parameters that it uses come from the
+        snapshots of the owner stages."""
         parts = _parts_by_place(self._manifest)
         snapshot = read_snapshot(self._checkpoint, parts[stage, replica])
         snapshot = replace(snapshot, versions=self._whole_versions(snapshot.versions, stage, "version"))
@@ -176,8 +175,8 @@ class _CheckpointState(RunState):
             snapshot.tied[stage] = self._whole_versions(snapshot.tied[stage], stage, "tied")
         names: dict[str, list[Any]] = read_part_state(self._checkpoint, stage)[NAMES]["tied"]
         for owner in sorted({owner for owner, _ in names.values()}):
-            # With sync_every each replica has its own version of a tied parameter. It came from the owner's
-            # replica with the same minibatches.
+            # With sync_every each replica has its own version of a tied parameter. It came from the replica
+            # of the owner that has the same minibatches.
             part = parts.get((owner, replica), parts[owner, 0])
             of_owner = read_snapshot(self._checkpoint, part).tied[owner]
             snapshot.tied[owner] = {
@@ -187,9 +186,9 @@ class _CheckpointState(RunState):
         return snapshot
 
     def _whole_versions(self, own: _Versions, stage: int, kind: str) -> _Versions:
-        """Returns a stage's versions as whole parameters. If replicas have shards, the newest version is put
-        together from the pieces of all replicas. Older versions are whole at the first replica. own: the
-        versions of one replica. kind: the kind of the files."""
+        """Returns a stage's versions with whole parameters. If replicas have shards, the newest version is
+        joined from the pieces of all replicas. Replica 0 has stored the older versions whole. own: the
+        versions that one replica has stored. kind: the kind of the files, "version" or "tied"."""
         parts = [part for part in self._manifest.parts if part.stage == stage]
         files = [file for part in parts for file in part.newest_of_kind(kind)]
         newest = read_kind(self._checkpoint, files)
@@ -200,7 +199,7 @@ class _CheckpointState(RunState):
         return {**older, max(older): join_pieces(newest, read_part_state(self._checkpoint, stage)[NAMES])}
 
     def restore_generators(self, rank: int, stream: Any) -> None:
-        """Does nothing here: go_to_position() restores them."""
+        """Does nothing, because go_to_position() restores the generators."""
 
     def seed_data(self) -> None:
         seed_data(self.base_seed, self._options.seed, self._options.plan.workers_used)
@@ -211,7 +210,8 @@ class _CheckpointState(RunState):
 
 def with_checkpoint(options: JobOptions) -> tuple[JobOptions, int | None]:
     """Returns (options, base seed). The options have the checkpoint's state if the run can continue exactly.
-    The seed is None without a checkpoint. Raises ValueError for another seed than the checkpoint's."""
+    The seed is None without a checkpoint. Raises ValueError if the user gives another seed than the
+    checkpoint's."""
     if options.continues is None:
         return options, None
     checkpoint, manifest = _opened(options.continues)
@@ -228,7 +228,7 @@ def with_checkpoint(options: JobOptions) -> tuple[JobOptions, int | None]:
 
 
 def read_record(continued: Continued | None) -> dict[str, list[Any]]:
-    """Returns losses, samples, epochs and evaluations of the minibatches before the checkpoint."""
+    """Returns the losses, samples, epochs and evaluations of the minibatches before the checkpoint."""
     if continued is None:
         return {}
     checkpoint, manifest = _opened(continued)
@@ -251,8 +251,8 @@ def _read_record_of(checkpoint: Path, part: Part) -> dict[str, list[Any]]:
 
 
 def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
-    """Sets the data and the process's generators to the checkpoint's position, before the run starts to
-    train."""
+    """Sets the data and the process's generators to the checkpoint's position. Call it before the run starts
+    to train."""
     continued = run.options.continues
     if continued is None:
         return
@@ -271,9 +271,9 @@ def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
 
 
 def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str, Any]]]:
-    """Loads the newest parameters and the buffers from the checkpoint into this worker's stages. Used if the
-    plan or schedule has changed. Returns the optimizers' states of all stages, for
-    StageOptimizer.go_on_from_parts."""
+    """Loads the newest parameters and the buffers from the checkpoint into this worker's stages. Returns the
+    optimizer states of all stages, for StageOptimizer.go_on_from_parts(). If the run continues exactly, loads
+    only frozen parameters, and returns an empty list."""
     continued = run.options.continues
     if continued is None:
         return []
@@ -296,8 +296,8 @@ def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str,
 
 
 def _take_frozen(run: AgreedRun, checkpoint: Path, manifest: Manifest) -> None:
-    """Loads the frozen parameters of this worker's stages, which the model may have with other values, and
-    which forwards may have written."""
+    """Loads the frozen parameters of this worker's stages. The model may have other values of them, and
+    forwards of the earlier run may have written them."""
     parts = _parts_by_place(manifest)
     for stage in run.own_stages():
         part = parts[stage.stage_index, run.plan.replica_of(run.rank)]
@@ -308,8 +308,8 @@ def _take_frozen(run: AgreedRun, checkpoint: Path, manifest: Manifest) -> None:
 
 
 def take_loss_state(run: AgreedRun) -> None:
-    """Gives the loss of this worker the state that it has in the checkpoint. With another plan it is the
-    joined state of the replicas of the last stage."""
+    """Loads the state of the loss from the checkpoint, at workers with the last stage. If the plan has
+    changed, it is the joined state of the last stage's replicas."""
     continued = run.options.continues
     if continued is None or not run.reads_targets:
         return
@@ -328,7 +328,7 @@ def take_loss_state(run: AgreedRun) -> None:
 
 
 def read_averages_of(continued: Continued | None) -> tuple[dict[str, Tensor], int]:
-    """Returns read_averages() of the checkpoint that the run continues from, and ({}, 0) without a
+    """Returns read_averages() of the checkpoint from which the run continues; ({}, 0) without a
     checkpoint."""
     if continued is None:
         return {}, 0

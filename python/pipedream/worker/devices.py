@@ -19,7 +19,7 @@ _REMEDY = (
 
 
 def choose_device_type() -> str:
-    """Returns the kind of device that the workers of this machine compute on, "cpu" or "cuda".
+    """Returns the type of device on which the workers of this machine compute: "cpu" or "cuda".
     $PIPEDREAM_DEVICE chooses it: auto, host or cuda.
 
     Raises ValueError if torch finds a GPU that the core cannot use. Otherwise a training that is meant for
@@ -44,7 +44,7 @@ def choose_device_type() -> str:
 
 @contextlib.contextmanager
 def device_wanted(wanted: str | None) -> Iterator[None]:
-    """Sets $PIPEDREAM_DEVICE in the block. None leaves it as it is."""
+    """Sets $PIPEDREAM_DEVICE in the with block. None leaves it as it is."""
     before = os.environ.get("PIPEDREAM_DEVICE")
     if wanted is not None:
         os.environ["PIPEDREAM_DEVICE"] = wanted
@@ -58,7 +58,7 @@ def device_wanted(wanted: str | None) -> Iterator[None]:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Returns the device of this process. Makes the CUDA context if the device is a GPU."""
+    """Returns the device of this process. If the device is a GPU, this makes its CUDA context."""
     if choose_device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -1,10 +1,10 @@
-"""Chooses the layers whose gradients are pushed as factors (two small matrices whose product is the
-gradient). All replicas of a stage make the same choice, layer by layer, before the run.
+"""Chooses the layers whose gradients are pushed as factors: two small matrices whose product is the gradient.
+All replicas of a stage make the same choice, layer by layer, before the run.
 
-A layer is chosen if its factors are smaller than its gradient; update/factors.py has the rule. The rehearsed
-minibatch gives the sizes. The layer must also pass a trial: all replicas multiply the same two matrices and
-must get the same bits. Different processors or numbers of threads may give different bits, and then the
-weights of the replicas would drift apart. Owned by the worker's compute thread.
+A layer is chosen if its factors are smaller than its gradient (the rule is in planning/factor_rule.py). The
+rehearsed minibatch gives the sizes. The layer must also pass a trial: all replicas multiply the same two
+matrices and must get the same bits. Different processors or numbers of threads may give different bits, and
+then the weights of the replicas would drift apart. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from pipedream.worker.agreed_run import AgreedRun, wait_for
 
 __all__ = ["FactorChoice"]
 
-# The item that carries a stage's factors has two tensors per layer, and one more that says which layers
+# A stage's factors are sent as one item. It has two tensors per layer, and one more that says which layers
 # have factors.
 _NUM_LAYERS_MAX = (_core.NUM_TENSORS_MAX - 1) // 2
 _SEED = 20170712
 
 _Said = list[tuple[str, int, int]]
-"""The layers that one replica proposes: (name, most rows of a factor, result of the trial)."""
+"""The layers that one replica proposes: (name, largest number of rows of a factor, result of the trial)."""
 
 
 class FactorChoice:
-    """Chooses the layers whose gradients this worker's stages push as factors."""
+    """Chooses the layers whose gradients are pushed as factors, at this worker's stages."""
 
     def __init__(self, run: AgreedRun, device: torch.device, footprints: Mapping[int, Footprint]) -> None:
-        """Publishes the layers that this worker proposes for its stages. footprints: the measurements of its
-        stages."""
+        """Publishes the layers that this worker proposes for its stages. footprints: by stage, what the
+        rehearsal measured."""
         self._run = run
         self._footprints = footprints
         self._is_asked_for = pushes_factors(run.options.links.codec)
@@ -56,7 +56,7 @@ class FactorChoice:
             run.place.rendezvous.publish(_key(stage, run.plan.replica_of(run.rank)), said)
 
     def of_stage(self, stage: int) -> list[FactorLayer]:
-        """Returns the layers that all replicas of the stage propose, with the same result of the trial.
+        """Returns the layers that all replicas of the stage have proposed with the same result of the trial.
         stage: a stage with replicas, of this worker or another."""
         if not self._is_asked_for:
             return []
@@ -66,8 +66,8 @@ class FactorChoice:
         return self._layers_of(stage, {name: num_rows for name, num_rows, _ in common})
 
     def describe(self, stage: int, chosen: Sequence[FactorLayer]) -> str:
-        """Describes the choice for a stage of this worker, for the log. Returns "" if the codec of pushes is
-        not factors."""
+        """Returns a text for the log about the choice for a stage of this worker. It is empty if factors were
+        not asked for."""
         if not self._is_asked_for:
             return ""
         if self._run.options.autocast is not None:
@@ -92,8 +92,8 @@ class FactorChoice:
         stage: int,
         layers: Sequence[FactorLayer],
     ) -> list[FactorLayer]:
-        """Returns the layers with as many rows as a larger minibatch needs at any replica. layers: the layers
-        chosen for the stage, which must be one of this worker's stages. Raises ValueError if replicas get
+        """Returns the layers with as many rows as any replica needs for a larger minibatch. layers: the
+        layers chosen for the stage, which must be one of this worker's. Raises ValueError if replicas get
         different bits with that many rows."""
         if not layers:
             return []
@@ -112,7 +112,7 @@ class FactorChoice:
         return larger
 
     def _exchanged(self, stage: int, what: str, mine: list[int]) -> list[list[int]]:
-        """Publishes this replica's list. Returns the lists of all replicas of the stage, by replica."""
+        """Publishes this replica's list, and returns the lists of all replicas of the stage."""
 
         def key(replica: int) -> str:
             return self._run.key(f"{what} of larger {_key(stage, replica)}")
@@ -153,8 +153,8 @@ class FactorChoice:
         return found[:_NUM_LAYERS_MAX]
 
     def _layers_of(self, stage: int, num_rows: Mapping[str, int]) -> list[FactorLayer]:
-        """Returns the layers that num_rows names, in the order of the stage's parameters. num_rows: the most
-        rows that one replica has in a round, by parameter name."""
+        """Returns the layers whose names are in num_rows, in the order of the stage's parameters. num_rows:
+        by name, the largest number of rows that one replica has in a round."""
         named = updated_parameters(self._run.stages[stage], self._run.ties)
         num_own = len(named) - len([tie for tie in self._run.ties if tie.stages[0] == stage])
         return [
@@ -165,8 +165,8 @@ class FactorChoice:
 
 
 def _try(layer: FactorLayer, num_replicas: int, device: torch.device) -> int:
-    """Returns a checksum over the bits of a product of two random matrices. They are as large as the layer's
-    factors, and the same at all replicas."""
+    """Returns a checksum of the bits of a product of two random matrices. The matrices have the size of the
+    layer's factors, and are the same at all replicas."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def make(width: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ __all__ = ["cause_of", "is_explained", "traceback_of", "write_error"]
 
 
 class _RemoteTraceback(Exception):  # noqa: N818 (not an error of its own: the cause that is shown)
-    """The traceback of a worker process, as the cause of the error that the caller sees."""
+    """The traceback of a worker process. It is shown as the cause of the caller's error."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -50,7 +50,7 @@ def _read_errors(folder: Path) -> list[dict[str, Any]]:
 
 
 def _first_cause(folder: Path) -> dict[str, Any] | None:
-    """Returns the earliest error that is not a consequence of another worker's end."""
+    """Returns the earliest error that is not a consequence of another worker's end; None if there is none."""
     records = _read_errors(folder)
     causes = [r for r in records if not r["derived"] and r["type"] != "PeerLost"]
     return next(iter(causes), None)
@@ -76,20 +76,21 @@ _ERROR_TYPES: dict[str, type[Exception]] = {
 
 
 def is_explained(codes: Mapping[int, int], folder: Path) -> bool:
-    """Whether the workers that have failed so far tell why the run failed. If not, the cause is another
-    worker, whose end has not been seen yet."""
+    """Whether the workers that have failed so far explain the failure of the run. If not, another worker has
+    caused it, and has not been seen to end yet."""
     return _first_cause(folder) is not None or bool(_silent(codes, folder))
 
 
 def _silent(codes: Mapping[int, int], folder: Path) -> list[int]:
-    """Returns the ranks that ended without a record (for example killed ones), in the order of their ends."""
+    """Returns the ranks that ended without a record, for example killed ones, in the order of their ends."""
     return [rank for rank in codes if not error_path(folder, str(rank)).exists()]
 
 
 def cause_of(codes: Mapping[int, int], folder: Path, board: StatusBoard, plan: Plan) -> Exception:
-    """Returns one error for a run in which some workers failed: the first cause, not its consequences.
+    """Returns one error for a run in which some workers failed. It describes the first cause, and not the
+    consequences of that cause.
 
-    codes: exit codes of the workers that failed by themselves, by rank, in the order of their ends.
+    codes: by rank, the exit codes of the workers that failed by themselves, in the order of their ends.
     """
     cause = _first_cause(folder)
     if cause is None:

@@ -1,13 +1,13 @@
-"""At the end of a run final weights and results are sent up the tree of ranks to rank 0. Then the result is
+"""At the end of a run, final weights and results are sent up the tree of ranks to rank 0. Then the result is
 sent down the tree to all ranks.
 
-If a stage has replicas, the first replica sends the stage's weights. Each replica has its own floating-point
-buffers (the running statistics of batch norm), so the stage's buffers are the means over all replicas. Local
-workers write weights into files instead, so that none of them has to hold the whole model. If the user names
-a folder (`save`), every worker writes its weights into files there, too.
+If a stage has replicas, replica 0 sends the stage's weights. Each replica has its own floating-point buffers
+(the running statistics of batch norm), so the stage's buffers are the means over all replicas. Local workers
+write weights into files instead, so that none of them has to hold the whole model. If the user names a folder
+(`save`), every worker writes its weights into files there, too.
 
 The reports of several segments (segment.py) are joined. Counts and times are added, without the time between
-two segments. Of memory figures the highest is taken.
+two segments. The joined memory figures are the highest of all segments.
 
 No worker closes its links before all workers have received everything. Runs on the worker's compute thread.
 """
@@ -55,7 +55,7 @@ from pipedream.worker.weight_files import (
 
 __all__ = ["gather", "join_reports"]
 
-_UNSAVED = "unsaved"  # key of a report: texts about what could not be saved
+_UNSAVED = "unsaved"  # key of a report: lines about weights that could not be saved
 _STATE = "state"  # key of a report: the state's JSON
 
 
@@ -69,14 +69,17 @@ def gather(
     record: Mapping[str, list[Any]],
     averages: Mapping[str, Tensor],
 ) -> RunResult:
-    """Gathers, and returns the result at every rank. Only rank 0's result has the spans and transfers of the
-    trace.
+    """Gathers weights and reports, and returns the result at every rank. Only rank 0's result has the spans
+    and transfers of the trace.
 
-    report: this rank's report. channels: the run's channels. loss_state: the loss's state, at the last stage.
-    kept: this rank's part of the run's state. averages: the averages of callbacks.EMA for the weights that
-    this rank updates.
+    report: this rank's report.
+    channels: the run's channels.
+    loss_state: the state of the loss, at the last stage.
+    kept: this rank's part of the run's state.
+    record: the reports of the minibatches before the checkpoint from which the run continues.
+    averages: the averages of callbacks.EMA for the weights that this rank updates.
 
-    An error here says where the trained weights are.
+    An error that is raised here says where the trained weights are.
     """
     of_loss = {} if loss_state is None else loss_state.changed()
     report[_UNSAVED] = _save(run, of_loss)
@@ -108,14 +111,15 @@ def _gather(
     record: Mapping[str, list[Any]],
     averages: Mapping[str, Tensor],
 ) -> tuple[RunResult, list[str], dict[str, Any]]:
-    """Returns (the result, the errors of saving, the part of the state that all ranks know)."""
+    """Returns (the result, lines about weights that could not be saved, the part of the state that all ranks
+    know)."""
     if run.rank != 0:
         _hand_up(run, core, report, of_loss, averages)
         return _hear_farewell(run, core)
     found = {name: on_host(value) for name, value in averages.items()} if _sends_averages(run) else {}
     plan, num_ranks = run.plan, run.plan.workers_used
     reports = {0: report}
-    buffers: dict[int, dict[int, dict[str, Tensor]]] = {}  # by stage and replica, without the first replica
+    buffers: dict[int, dict[int, dict[str, Tensor]]] = {}  # by stage and replica; replica 0's are set at once
     of_losses = {plan.replica_of(0): of_loss} if _sends_loss(run, 0) else {}
     for child in children_of(0, num_ranks):
         for other in subtree_of(child, num_ranks):
@@ -144,15 +148,15 @@ def _gather(
     result = combine_reports(plan, schedule, between, in_order, record)
     if found:
         result.ema = whole_averages(run.stages, found)
-    # The result is also the farewell. Without it a rank might close its links before all ranks have received
-    # everything. Only rank 0 gets the trace, because it can be large.
+    # The result also tells the ranks that all of them have received everything, so that they may close their
+    # links. Only rank 0 gets the trace, because it can be large.
     shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved, _STATE: document}
     _hand_down(run, core, shared, of_loss)
     return result, unsaved, document
 
 
 def _joined_state(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns rank 0's state. It also has the reasons why some ranks could not store their state."""
+    """Returns rank 0's state. If some ranks could not store their state, it has the first one's reason."""
     missing = [of_rank["missing"] for of_rank in of_ranks if of_rank["missing"]]
     return of_ranks[0] | {"missing": missing[0] if missing else ""}
 
@@ -201,8 +205,8 @@ def _hand_down(
     of_loss: dict[str, Tensor],
     above: str = "",
 ) -> None:
-    """Sends the result down the tree. Also sends all weights and the loss's state, if all ranks shall have
-    them. above: the channel from the rank above; empty at rank 0."""
+    """Sends the result down the tree. With gather="all" also sends all weights and the state of the loss.
+    above: the channel from the rank above; empty at rank 0."""
     rank = run.rank
     below = [tree_name(rank, child) for child in children_of(rank, run.place.world_size)]
     for channel in below:
@@ -222,7 +226,7 @@ def _hand_down(
 
 
 def _gathers(run: AgreedRun) -> bool:
-    """Whether weights go up the tree. Local workers write them into files."""
+    """Whether weights are sent up the tree. They are not if local workers write them into files."""
     return run.options.output.gather != "none" and run.place.folder is None
 
 
@@ -239,10 +243,9 @@ def _sends_loss(run: AgreedRun, rank: int) -> bool:
 
 
 def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
-    """Saves this worker's files before the report goes up, so that rank 0 finds all of them. If the weights
-    cannot be saved in the user's folder, returns a text that says so. With gather="none" the text also names
-    another folder, which then has the weights. After all workers are done, the text becomes the run's
-    error."""
+    """Saves this worker's files before the report is sent, so that rank 0 finds all files. Returns a line if
+    the weights cannot be saved in the user's folder. With gather="none" the weights are then saved in another
+    folder, which the line names. The lines become the run's error at its end."""
     if run.place.folder is not None and run.options.output.gather != "none":
         if run.reads_targets:
             write_loss_state(run.place.folder, run.plan.replica_of(run.rank), of_loss)
@@ -260,8 +263,8 @@ def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
 
 
 def _finish(run: AgreedRun, folder: Path, unsaved: Sequence[str]) -> list[str]:
-    """Renames the user's files to their final names if all workers could save their weights. Otherwise
-    renames none. Returns texts that say what failed, and where the weights are."""
+    """Renames the user's files to their final names if all workers have saved their weights. Otherwise
+    renames none. Returns lines that say what failed, and where the weights are."""
     text = ""
     if not unsaved:
         try:
@@ -282,15 +285,15 @@ def _weights_of(run: AgreedRun) -> str:
     return f"the trained weights of stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
 
 
-_NUM_SPANS_MAX = 50_000  # as many as one segment keeps
-_OF_THE_LAST = ("chunk_bytes", "transport", "codec")  # figures of a channel that the last segment decides
+_NUM_SPANS_MAX = 50_000  # the number that one segment keeps
+_OF_THE_LAST = ("chunk_bytes", "transport", "codec")  # a channel's figures that the last segment gives
 
 _Report = dict[str, Any]
 
 
 def join_reports(reports: Sequence[_Report], drained_at: Sequence[int]) -> _Report:
-    """Joins the reports of the segments. reports: in order; empty at a rank beyond the plan. drained_at:
-    the first minibatches of all segments after the first."""
+    """Joins the reports of the segments. reports: in order; empty at a rank that the plan does not use.
+    drained_at: the first minibatches of all segments except the first."""
     last = reports[-1]
     if not last:
         return {}
@@ -323,8 +326,9 @@ def _joined_stage(of_segments: Sequence[_Report]) -> _Report:
 
 
 def _joined_shard(of_segments: Sequence[_Report]) -> _Report:
-    """Joins the records of an asynchronous shard (AsynchronousServer.record). Each segment's first version
-    contains all gradients of the segment before, even those that the replica had not received yet."""
+    """Joins the records of an asynchronous shard (AsynchronousServer.record). A segment begins with the last
+    version of the previous segment, and then has all its gradients. So the previous segment's last figure is
+    left out."""
     *before, last = of_segments
     order = _chained(each["order"] for each in of_segments)
     is_known = all(each["order"] or _num_rounds(each) == 0 for each in of_segments)
@@ -351,14 +355,14 @@ def _sums(figures: Sequence[_Report]) -> _Report:
 
 
 def _joined_transfers(of_segments: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """The transfers of one end of each channel, by channel."""
+    """Joins the transfers of one end of each channel, by channel."""
     return {name: _chained(each.get(name, []) for each in of_segments) for name in of_segments[-1]}
 
 
 def _joined_memory(
     of_segments: Sequence[dict[str, dict[str, int | None]]],
 ) -> dict[str, dict[str, int | None]]:
-    """The memory of all segments, by term."""
+    """Joins the memory figures of all segments, by term."""
     terms: dict[str, list[dict[str, int | None]]] = {}
     for memory in of_segments:
         for name, figures in memory.items():

@@ -1,11 +1,12 @@
-"""Pickles objects for other processes of this machine, from host memory. Large memory goes into a file that
-these processes map.
+"""Pickles objects for other processes of this machine. Tensors are pickled from host memory. Large memory
+goes into a file that the other processes map.
 
     value -> HostPickler -> name.pickle
                         `-> MemoryFile, name.memory  <- mapped by each process that unpickles
 
 A process loads only those pages of a mapped file that it touches. So a worker loads only its own stages,
-and all readers of the same data share their pages. Owned by the thread that writes; any thread unpickles.
+and all readers of the same data share their pages. The pickler is owned by the thread that writes. Any thread
+unpickles.
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ from pipedream.worker.local_functions import reduced_function
 
 __all__ = ["HostPickler", "HostUnpickler", "MemoryFile", "room_told"]
 
-_MAPPED_BYTES_MIN = 1 << 16  # bytes of memory; less is put into the pickle
-_ALIGNMENT = 64  # of memory within a file, as allocators align it
+_MAPPED_BYTES_MIN = 1 << 16  # smaller memory is put into the pickle
+_ALIGNMENT = 64  # bytes; memory in the file is aligned as allocators align it
 
 
 class HostPickler(pickle.Pickler):
-    """Pickles tensors with their contents. A tensor on a GPU is copied to host memory, and is unpickled
-    there. Tensors that share memory, such as a buffer and a view of the buffer, still share memory when they
+    """Pickles tensors with their contents. A tensor on a GPU is copied to host memory, and is unpickled in
+    host memory. Tensors that share memory, such as a buffer and a view of it, also share memory after they
     are unpickled."""
 
     def __init__(self, content: Any, memory: MemoryFile | None) -> None:
         """content: an object with write(). memory: the file for tensors and arrays of at least
-        mapped_bytes_min. None: all tensors are in the pickle, and functions are pickled by their names.
+        mapped_bytes_min. With None all tensors are in the pickle, and functions are pickled by their names.
         """
         super().__init__(content)
         self.mapped_bytes_min = _MAPPED_BYTES_MIN
         self.sends_functions = memory is not None
         self._memory = memory
         self._storages: dict[int, torch.UntypedStorage] = {}
-        """Storages by address. There is one object per address, because the pickler recognizes shared memory
-        by the object."""
+        """Storages by address. A storage has one object here, because the pickler finds shared memory by the
+        identity of the object."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
             kind = parametrize.type_before_parametrizations(value)
-            # Hooks of load_state_dict are removed: weight_norm's hook cannot be pickled, and no worker loads
+            # Hooks of load_state_dict are left out. weight_norm's hook cannot be pickled, and no worker loads
             # a state_dict.
             attributes = vars(value) | {"_load_state_dict_pre_hooks": OrderedDict()}
             return _bare, (kind,), attributes, None, None, _parametrize_again
@@ -105,14 +106,14 @@ class HostPickler(pickle.Pickler):
 
 
 def _place_in_file(array: np.memmap[Any, Any]) -> tuple[str, str, int] | None:
-    """Returns (path, mode, offset) of memory that the user has mapped from a file. None if a worker that maps
-    the file might find other contents."""
+    """Returns (path, mode, offset) of memory that the user has mapped from a file. Returns None if a worker
+    that maps the file might find other contents."""
     filename, mapping, mode = array.filename, getattr(array, "_mmap", None), str(array.mode)
     if mapping is None or filename is None or mode not in ("r", "r+", "w+") or not os.path.isfile(filename):
         return None
     begin = np.frombuffer(mapping, dtype=np.uint8).__array_interface__["data"][0]
-    # array.offset is where the whole mapped array begins in the file, even if `array` is a slice of it. The
-    # mapping begins at the start of that page.
+    # array.offset is the offset of the whole mapped array, even if `array` is a slice of it. The mapping
+    # begins at the start of the page of that offset.
     first = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     offset = first + array.__array_interface__["data"][0] - begin
     return os.path.abspath(filename), "r" if mode == "r" else "r+", offset
@@ -123,8 +124,8 @@ def _users_file(path: str, mode: Any, offset: int, dtype: Any, shape: tuple[int,
 
 
 class MemoryFile:
-    """A file with the memory of large tensors and arrays, one behind the other. The file is made when the
-    first content is added."""
+    """A file with the memory of large tensors and arrays, one behind the other. The first append() makes the
+    file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -160,8 +161,8 @@ class MemoryFile:
 
 
 class HostUnpickler(pickle.Unpickler):
-    """Reads what a HostPickler has written. If this process writes to a mapped page, it gets a private copy
-    of the page."""
+    """Reads what a HostPickler has written. Mapped memory is private: a process that writes to a page gets a
+    copy of that page."""
 
     def __init__(self, content: BinaryIO) -> None:
         super().__init__(content)
@@ -175,13 +176,13 @@ class HostUnpickler(pickle.Unpickler):
             _mappings.reset(token)
 
 
-# Mappings of the reader that is running, by path. An object that was read from a mapping keeps the mapping
-# alive.
+# The mappings of the running HostUnpickler, by path. An object that was read from a mapping keeps the mapping
+# open.
 _mappings: ContextVar[dict[str, mmap.mmap]] = ContextVar("_mappings")
 
 
 def _mapping_of(path: str, num_bytes: int) -> mmap.mmap:
-    """Returns a mapping of at least num_bytes. The file may have grown since it was mapped before."""
+    """Returns a mapping of at least num_bytes. Maps the file again if it has grown since it was mapped."""
     mappings = _mappings.get()
     if path not in mappings or len(mappings[path]) < num_bytes:
         with open(path, "rb") as file:
@@ -213,11 +214,11 @@ def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
 
 
 def _is_of_its_class(method: types.MethodType) -> bool:
-    """Whether the class has this method under its name. Pickle sends only the name, so it cannot send a
-    method that was made for one object, or that replaces the method of the class."""
+    """Whether the class has this method under its name. Pickle sends a method by its name only. So it cannot
+    send a method that was made for one object or that replaces the class's method."""
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
     if owner is not method.__self__ and method.__name__ in getattr(method.__self__, "__dict__", {}):
-        return False  # the object has something else under this name
+        return False  # the object has an attribute of its own under this name
     found = inspect.getattr_static(owner, method.__name__, None)
     return getattr(found, "__func__", found) is method.__func__
 
@@ -227,7 +228,8 @@ def _bound(function: Callable[..., Any], holder: Any) -> types.MethodType:
 
 
 def _is_of_a_kind_of_its_own(value: Any) -> bool:
-    """Whether the value is of a subclass of nn.Parameter that pickle would send as a plain nn.Parameter."""
+    """Whether the value's class is a subclass of nn.Parameter that pickle would send as a plain
+    nn.Parameter."""
     kind = type(value)
     reduce: Any = kind.__reduce_ex__
     is_special = kind is not nn.Parameter and nn.Parameter in kind.__mro__
@@ -247,8 +249,8 @@ def _bare(kind: type[nn.Module]) -> nn.Module:
 
 
 def _parametrize_again(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Gives the module the class that torch.nn.utils.parametrize makes for each module. Such a class cannot
-    be pickled."""
+    """Makes the module's class again. torch.nn.utils.parametrize makes a class for each module, and such a
+    class cannot be pickled."""
     vars(module).update(attributes)
     parametrize._inject_new_class(module)
     for name in attributes["_modules"]["parametrizations"]:
@@ -257,7 +259,7 @@ def _parametrize_again(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def room_told(folder: Path) -> Iterator[None]:
-    """If a write in the with block fails, raises PipelineError that says how much room is left on the disk.
+    """If a write in the with block fails, raises PipelineError with the room that is left on the disk.
     folder: the folder of the run."""
     try:
         yield

@@ -1,8 +1,8 @@
 """Handles Ctrl-C during a run. The first Ctrl-C ends the run early with a result. The second one ends the run
 at once.
 
-Python runs signal handlers on the main thread alone. On another thread, and where the script has a handler
-of its own, nothing changes.
+Python runs signal handlers on the main thread alone. So this module changes nothing on another thread, or if
+the script has a handler of its own.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ENDING = (
 )
 _ALONE = b"pipedream: ending at once: other ranks of stage 0 were not interrupted\n"
 _HEARD_S = 10.0
-"""The most seconds that rank 0 trains on while not all replicas of stage 0 have been interrupted."""
+"""Seconds for which rank 0 trains on while some replicas of stage 0 have not been interrupted."""
 _ORDER_KEY = "where the run stops"
 
 
 class Interrupt:
-    """Stores whether the user has asked to end the run of this process, and the boundary where it ends
-    (decisions.StopOrder)."""
+    """Stores whether the user has asked to end the run of this process early, and the boundary at which the
+    run ends. It is a StopOrder (stage/decisions.py)."""
 
     def __init__(self) -> None:
         self.is_stop_asked = False
@@ -50,24 +50,24 @@ class Interrupt:
 
 
 class SharedInterrupt:
-    """The interrupts of a rank of torchrun, if the first stage has replicas. The signal reaches each replica
-    separately. Only interrupted ranks use the store:
+    """The StopOrder of a rank of torchrun if stage 0 has replicas. The signal reaches each replica
+    separately. Only interrupted ranks use the rendezvous:
 
-        replica r    notes its interrupt in the store, then looks there for the order at each boundary
-        rank 0       when all have noted theirs, chooses a boundary and writes the order, then trains on
+        replica r    publishes that it was interrupted, then looks for rank 0's order at each boundary
+        rank 0       when all replicas have published, chooses a boundary, publishes the order, and trains on
 
     So every replica reads the order before it passes that boundary. Rank 0 gives up if another rank of the
     stage was not interrupted."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, others: list[int]) -> None:
-        """others: the ranks of stage 0 without rank 0."""
+        """others: the ranks of stage 0 except rank 0."""
         self._rendezvous = rendezvous
         self._rank = rank
         self._others = others
         self.is_asked = False
         """Whether this rank was interrupted."""
         self._asked_s: float | None = None
-        """The time at which this rank came to its first boundary after the interrupt."""
+        """The time at which this rank reached its first boundary after the interrupt."""
         self._stop_at = -1
 
     def ask_for_stop(self) -> None:
@@ -75,7 +75,7 @@ class SharedInterrupt:
 
     @property
     def is_stop_asked(self) -> bool:
-        """At rank 0, whether all replicas of stage 0 were interrupted. Raises KeyboardInterrupt if a replica
+        """Whether all replicas of stage 0 were interrupted, at rank 0. Raises KeyboardInterrupt if a replica
         was not interrupted within _HEARD_S."""
         if not self.is_asked:
             return False
@@ -109,7 +109,7 @@ def _heard_key(rank: int) -> str:
 
 
 def stop_order(options: JobOptions, rendezvous: Rendezvous, rank: int) -> Interrupt | SharedInterrupt | None:
-    """Returns the stop order of a rank of torchrun, or None if the run cannot end early."""
+    """Returns the stop order of a rank of torchrun; None if the run cannot end early."""
     if not options.may_choose_boundaries:
         return None
     num_replicas = options.plan.stages[0].num_replicas
@@ -119,8 +119,8 @@ def stop_order(options: JobOptions, rendezvous: Rendezvous, rank: int) -> Interr
 
 @contextlib.contextmanager
 def interrupts_end(*, speaks: bool) -> Iterator[None]:
-    """Makes an interrupt in the block end the run at once, with a message that says why the run cannot stop
-    early and keep its result."""
+    """Makes an interrupt in the with block end the run at once. speaks: whether to say on stderr why the run
+    cannot end early with a result."""
 
     def speak() -> None:
         if speaks:
@@ -135,9 +135,9 @@ def interrupts_end(*, speaks: bool) -> Iterator[None]:
 def interrupts_stop(
     ask: Callable[[], None], has_begun: Callable[[], bool], *, speaks: bool
 ) -> Iterator[None]:
-    """Makes the first SIGINT in the block call ask(), and the second one raise KeyboardInterrupt. Before the
-    training has begun, the first SIGINT also raises KeyboardInterrupt. speaks: whether to say on stderr that
-    the run will end."""
+    """Makes the first SIGINT in the with block call ask(), and the second one raise KeyboardInterrupt. The
+    first one also raises KeyboardInterrupt if has_begun() returns False, because the training has not begun.
+    speaks: whether to say on stderr that the run will end."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -147,13 +147,13 @@ def interrupts_stop(
 
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
-            return  # a forked process of a DataLoader: minibatches in flight still need its data
+            return  # a forked process of a DataLoader goes on, because minibatches in flight need its data
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not has_begun():
             raise KeyboardInterrupt
         ask()
         if speaks:
-            os.write(2, _STOPPING)  # the interrupt may have come in a print()
+            os.write(2, _STOPPING)  # print() fails if the interrupt came inside another print()
 
     signal.signal(signal.SIGINT, handle)
     try:

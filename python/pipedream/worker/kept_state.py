@@ -33,14 +33,14 @@ from pipedream.worker.segment import Segment
 __all__ = ["STATE_FOLDER", "check_room", "keep_state", "snapshots_of"]
 
 STATE_FOLDER = "state"
-"""The folder of the states, inside the folder of a run of local workers."""
+"""Name of the folder for states, inside the run's folder."""
 
 
 def snapshots_of(run: AgreedRun, state: RunState) -> dict[int, StageSnapshot]:
     """Returns this worker's snapshots, by stage index, and loads the buffers of each snapshot into its stage.
 
-    Also loads the weights, unless the earlier run has gathered them into the model. In that case raises
-    ValueError for a weight that has changed since."""
+    If the earlier run has not gathered its weights into the model, also loads the weights. Otherwise raises
+    ValueError for a weight that has changed since then."""
     snapshots = {snapshot.stage_index: snapshot for snapshot in state.of_rank(run.rank).snapshots}
     for stage in run.own_stages():
         snapshot = snapshots[stage.stage_index]
@@ -86,7 +86,7 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
     run, place = segment.run, segment.run.place
     state: dict[str, Any] = {"missing": ""}
     report["state"] = state
-    if run.rank >= run.plan.workers_used:  # a rank beyond the plan has no state
+    if run.rank >= run.plan.workers_used:  # the plan does not use this rank, so it has no state
         return WorkerState.of([], None)
     end = segment.core.num_minibatches()
     assert end is not None
@@ -107,15 +107,15 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
         kept.save(folder, run.rank)
     except (_core.RunFailure, PipelineError):
         raise
-    except Exception as error:  # from an optimizer, from data after the end, or a full disk
+    except Exception as error:  # from an optimizer's state_dict(), from reading data, or from a full disk
         state["missing"] = f"{run.plan.describe_worker(run.rank)} could not keep its part: {one_line(error)}"
     return None
 
 
 def _data_generators(segment: Segment, source: MinibatchSource, end: int) -> RngStream | None:
-    """The generators from which the next run's data draw. If a run was stopped, its readers have read ahead
-    by different numbers of minibatches. Then all of them begin with new generators, whose seed follows from
-    the minibatch."""
+    """Returns the generators from which the next run's data draw. If a run was stopped, its readers have read
+    ahead by different numbers of minibatches. Then all of them begin with new generators, whose seed follows
+    from the minibatch."""
     run = segment.run
     if segment.was_stopped:
         if run.plan.workers_used == 1:
@@ -124,7 +124,7 @@ def _data_generators(segment: Segment, source: MinibatchSource, end: int) -> Rng
         with stream:
             return stream
     if run.reads_inputs or run.reads_targets:
-        source.fetch(end)  # a replica may not have seen the end of the data
+        source.fetch(end)  # moves the generators of a replica that has not read up to the end of the data
     return source.stream.generators if isinstance(source.stream, DataStream) else None
 
 
@@ -133,8 +133,8 @@ def _document_of(
     minibatch: int,
     kinds: Sequence[Shapes],
 ) -> dict[str, Any]:
-    """The part of the state that is the same at all ranks. It lacks the generators of the process that reads
-    the data. kinds: the shapes of minibatches that memory is planned for."""
+    """Returns the part of the state that is the same at all ranks. keep_state() adds the generators of the
+    process that reads the data. kinds: the shapes of minibatches for which memory is planned."""
     options = run.options
     return {
         "name": secrets.token_hex(8),
@@ -151,8 +151,8 @@ def _document_of(
 
 
 def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
-    """Raises ValueError unless the states of all workers fill at most half of the free room in the folder.
-    The rest of the room is left for files that the user saves."""
+    """Raises ValueError if the states of all workers would fill more than half of the free room in the
+    folder. The other half is left for files that the user saves."""
     free = shutil.disk_usage(folder).free
     if 2 * num_workers * num_bytes > free:
         raise ValueError(
@@ -162,6 +162,6 @@ def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
 
 
 def _multiple_of(run: AgreedRun) -> int:
-    """Returns m: a run can be continued only after a multiple of m minibatches. Then no round is open, and
-    all replicas have the same weights."""
+    """Returns m: a run can be continued only after a multiple of m minibatches. Then no round is half done,
+    and all replicas have the same weights."""
     return _core.minibatches_between_drains(run.schedule()) * run.options.replication.sync_every

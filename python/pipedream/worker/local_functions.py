@@ -1,6 +1,6 @@
-"""Sends functions that a worker cannot import by their name: lambdas, functions made inside others, and
-functions that the script defines under its guard. Such a function is sent as its code. In the worker it reads
-the globals of the worker's own copy of its module.
+"""Sends functions that a worker cannot import by their names: lambdas, functions made inside other functions,
+and functions that the script defines under its guard (`if __name__ == "__main__"`). Such a function is sent
+as its code. In the worker it reads the globals of the worker's own copy of its module.
 
 A function holds its defaults, its attributes, and the variables that it reads from a surrounding function.
 Only plain values, functions and methods of modules are allowed there. A tensor, a model or a list is refused,
@@ -26,14 +26,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
     """Returns the function in the form of pickle's __reduce__: a callable for the worker, and its arguments.
-    Returns None if pickle shall send the function's name: the name is enough, or this function cannot be sent
-    in any form. Raises ValueError that names the first value which the function holds but may not hold."""
+    Returns None if pickle shall send the function's name instead, because the name is enough or because the
+    function cannot be sent in any form. Raises ValueError for the first value that the function holds and
+    that is not allowed."""
     module = sys.modules.get(function.__module__ or "")
     if module is None or vars(module) is not function.__globals__:
         return None
     is_scripts = module.__name__ == "__main__"
     if is_scripts and not hasattr(module, "__file__"):
-        return None  # a notebook: workers do not have what its cells define
+        return None  # a notebook, whose cells workers do not run
     if not _is_local(function) and not (is_scripts and _is_simple(function)):
         name = function.__qualname__
         return None if _found(module, name) is function else (_as_imported, (module.__name__, name))
@@ -55,22 +56,22 @@ def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
 
 
 def _found(module: types.ModuleType, qualified_name: str) -> Any:
-    """Returns the object of this name in the module, or None."""
+    """Returns the object of this name in the module; None if there is none."""
     found: Any = module
     for name in qualified_name.split("."):
         found = getattr(found, name, None)
-    return getattr(found, "__func__", found)  # a classmethod's function
+    return getattr(found, "__func__", found)  # the function of a classmethod
 
 
 def _as_imported(module_name: str, qualified_name: str) -> Any:
     """Returns the function that the import of the module defines. The caller's script has put another
-    function under this name. At this time the worker has not done so yet."""
+    function under this name, but the worker has not done so yet."""
     return _found(importlib.import_module(module_name), qualified_name)
 
 
 def namespace_of(module: types.ModuleType) -> dict[str, Any]:
-    """Returns the dictionary in which a module's functions look up their globals. It is not always
-    vars(module), because multiprocessing gives a script that it imports a copy of the dictionary."""
+    """Returns the dictionary in which a module's functions look up their globals. It may differ from
+    vars(module), because multiprocessing gives an imported script a copy of the dictionary."""
     for value in vars(module).values():
         held = vars(value).values() if isinstance(value, type) else (value,)
         for function in held:
@@ -80,14 +81,14 @@ def namespace_of(module: types.ModuleType) -> dict[str, Any]:
 
 
 def _is_simple(function: types.FunctionType) -> bool:
-    """Whether the function is at the top level of its module, and holds nothing but plain values."""
+    """Whether the function is at the top level of its module and holds only plain values."""
     is_open = "." in function.__qualname__ or function.__closure__
     return not is_open and all(_is_plain(value) for _, value in _held_by(function))
 
 
 def _held_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields (how the function holds a value, the value). Raises ValueError for a variable without a value
-    yet."""
+    """Yields (text that says how the function holds a value, the value). Raises ValueError for a variable
+    that has no value yet."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -118,9 +119,9 @@ def _is_local(function: types.FunctionType) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    if isinstance(value, types.MethodType):  # a function that patches a module holds the old method
+    if isinstance(value, types.MethodType):  # for example the old method, in a function that patches a module
         return isinstance(value.__self__, nn.Module)
-    # The pickler checks a held function later, when it pickles that function.
+    # A held function counts as plain here. The pickler checks it when it pickles that function.
     return isinstance(value, (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType))
 
 

@@ -1,7 +1,7 @@
-"""A local worker's process reads its part of the run from the folder, trains, and writes its result into the
-folder.
+"""Runs in a local worker's process: reads the worker's part of the run from the folder, trains, and writes
+the result into the folder.
 
-Runs on the main thread of the process. The fork server makes the process. If the caller dies, the process
+Runs on the main thread of the process. The fork server starts the process. If the caller dies, the process
 dies, too.
 """
 
@@ -43,11 +43,12 @@ from pipedream.worker.worker import run_worker
 __all__ = ["STORE_PREFIX", "register_classes", "run_local_worker"]
 
 STORE_PREFIX = "pipedream"
-_OUTPUTS_MODULES = ("transformers.utils.output_capturing", "transformers.utils.generic")  # the newer first
+_OUTPUTS_MODULES = ("transformers.utils.output_capturing", "transformers.utils.generic")  # newer name first
 
 
 def run_local_worker(task: WorkerTask, rank: int, num_workers: int) -> None:
-    """Entry point of a worker process."""
+    """The entry point of a worker process. Ends the process with status 1 after an error, which it has
+    written into the folder."""
     _forked_children_die_with_this_process()
     os.environ.update(_environment_of(task, rank, num_workers))
     folder = Path(task.folder)
@@ -56,11 +57,11 @@ def run_local_worker(task: WorkerTask, rank: int, num_workers: int) -> None:
             _train(task, folder, rank, StatusBoard(folder / "board", num_workers, create=False))
     except Exception as error:
         write_error(folder, rank, error)
-        raise SystemExit(1) from None  # the caller reports; a traceback here would only repeat it
+        raise SystemExit(1) from None  # the caller shows the error, so no traceback is printed here
 
 
 def _environment_of(task: WorkerTask, rank: int, num_workers: int) -> dict[str, str]:
-    """Returns the environment that torchrun would set."""
+    """Returns the environment variables that torchrun would set."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -74,8 +75,8 @@ def _environment_of(task: WorkerTask, rank: int, num_workers: int) -> dict[str, 
 
 
 def _forked_children_die_with_this_process() -> None:
-    """Makes the processes of a DataLoader die with this one. They inherit this process's sockets and memory,
-    and would keep both open for seconds after this process was killed."""
+    """Makes the forked processes of a DataLoader die with this process. They inherit its sockets and memory,
+    and would keep both for seconds after this process was killed."""
     forks_on_main_thread, pid = False, 0
 
     def note_fork() -> None:
@@ -83,7 +84,7 @@ def _forked_children_die_with_this_process() -> None:
         forks_on_main_thread, pid = threading.current_thread() is threading.main_thread(), os.getpid()
 
     def follow() -> None:
-        if forks_on_main_thread:  # the kernel sends the signal when the thread that forked ends
+        if forks_on_main_thread:  # the kernel sends the signal when the forking thread ends, not the process
             _core.die_with_parent(pid)
 
     os.register_at_fork(before=note_fork, after_in_child=follow)
@@ -92,7 +93,7 @@ def _forked_children_die_with_this_process() -> None:
 def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> None:
     settings: tuple[CallerSettings, ScriptLogging] = read_part(folder, "settings")
     for each in settings:
-        each.apply()  # before the model is rebuilt, because its code may read the settings
+        each.apply()  # before the model is unpickled, because its code may read the settings
     with GraphReader(folder) as graph:
         options: JobOptions = graph.read("options")
         model = graph.read("model")
@@ -107,8 +108,7 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
             options = replace(options, validation=held_out)
         data = read_data(graph, folder) if reads_data else ()
     options = replace(options, links=replace(options.links, keys=task.keys))
-    # The generators are set after the task is unpickled, because unpickling may import modules that draw
-    # random numbers.
+    # The generators are set after unpickling, because unpickling may import modules that draw random numbers.
     rng: RngState = read_part(folder, "rng")
     rng.restore()
     signals_left_to_caller(options.checkpoints)
@@ -127,15 +127,15 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
         )
         note_error = functools.partial(write_error, folder, rank)
         result = run_worker(place, options, model, data, note_error=note_error)
-    if rank == 0:  # it has read all data
+    if rank == 0:  # this rank has read all data
         write_part(folder, "generators", generator_states(data), "")
         result.state.save(folder / STATE_FOLDER)
         (folder / "result.json").write_text(json.dumps(result.to_dict()), encoding="utf-8")
 
 
 def register_classes(model: Model) -> None:
-    """Registers the classes of the model's modules with transformers. The constructor of a module does so in
-    the caller, but a module that was sent to a worker has run no constructor.
+    """Registers the classes of the model's modules with transformers. In the caller a module's constructor
+    does so, but a worker gets its modules without a constructor call.
 
     transformers looks up in this registry which outputs of inner modules a model's forward collects, such as
     the router logits of a mixture of experts. Without the entry these outputs are None.
@@ -147,7 +147,7 @@ def register_classes(model: Model) -> None:
             continue
         for module in modules:
             if hasattr(module, "_can_record_outputs"):
-                # All versions of transformers use str(class) as the key. In newer versions __setitem__ takes
-                # the module and makes the key. dict.__setitem__ works with all versions.
+                # All versions of transformers use str(class) as the key. Newer versions have a __setitem__
+                # that takes the module, so dict.__setitem__ is called, which works with all versions.
                 dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
         return

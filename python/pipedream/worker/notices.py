@@ -1,9 +1,10 @@
-"""A run writes a checkpoint when it gets a notice. A notice is SIGTERM or SIGUSR1, which Slurm and clouds
-send before they take a machine away. A file named `save` in the folder of the checkpoints is also a notice,
-and anybody may make it.
+"""Lets a run write a checkpoint when it gets a notice. A notice is the signal SIGTERM or SIGUSR1, which Slurm
+and clouds send before they take a machine away. A file named `save` in the folder of the checkpoints is also
+a notice, and anybody may make it.
 
-    process that gets the signal    makes the file       waits for a checkpoint, at most `grace`, and ends
-    rank 0                          finds the file       at its next boundary, and chooses where to save
+    process that gets the signal    makes the file; after SIGTERM waits at most `grace` for a checkpoint, and
+                                    ends
+    rank 0                          finds the file at its next boundary, and chooses where to save
     all ranks                       copy their state, and write it
 
 After SIGUSR1 the run goes on. If the script has a handler for SIGTERM, the handler is called once the
@@ -49,7 +50,7 @@ def ask_to_save(path: Path) -> None:
 
 
 class SaveRequests:
-    """Rank 0 decides to save on a notice, and after a number of seconds since the last checkpoint."""
+    """Decides at rank 0 when to save: after a notice, or a number of seconds after the last checkpoint."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._request = checkpoints.folder / _REQUEST_NAME
@@ -58,7 +59,7 @@ class SaveRequests:
         self._forget()
 
     def saves_now(self) -> bool:
-        """Returns whether to save at this boundary. Rank 0 calls this function at each boundary."""
+        """Returns whether to save at this boundary. Call it at each boundary."""
         now_s = time.monotonic()
         is_due = self._seconds is not None and now_s - self._saved_s >= self._seconds
         if now_s - self._looked_s >= LOOK_S:
@@ -69,7 +70,7 @@ class SaveRequests:
         return is_due
 
     def _forget(self) -> bool:
-        """Removes the file of a request. Returns whether there was one."""
+        """Removes the notice's file. Returns whether there was one."""
         try:
             self._request.unlink()
         except OSError:
@@ -78,20 +79,20 @@ class SaveRequests:
 
 
 def noticed_checkpoints(options: JobOptions) -> Checkpoints | None:
-    """Returns the run's checkpoints if the run can write checkpoints on notice, otherwise None."""
+    """Returns the run's checkpoints if the run can write one on notice; None otherwise."""
     return options.checkpoints if options.may_choose_boundaries else None
 
 
 @contextlib.contextmanager
 def notices_save(checkpoints: Checkpoints | None, *, has_begun: Callable[[], bool]) -> Iterator[None]:
-    """Handles notices inside the block. SIGTERM saves a checkpoint, and then does what it would have done
-    without this handler. SIGUSR1 only saves a checkpoint. has_begun: whether the training has begun; before
-    that, SIGTERM ends the process at once."""
+    """Handles notices inside the with block. SIGTERM saves a checkpoint, and then does what it would have
+    done without this handler. SIGUSR1 only saves a checkpoint. has_begun: returns whether the training has
+    begun. Before that, or if `grace` is 0, SIGTERM does not wait for a checkpoint."""
     if checkpoints is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     known = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    # None: a C library has installed the handler, and Python could not put it back.
+    # The handler is None if a C library has installed it. Python could not put it back, so it stays.
     handlers: dict[int, Any] = {number: handler for number, handler in known.items() if handler is not None}
     owner, is_over = os.getpid(), threading.Event()
     came: list[int] = []
@@ -106,7 +107,7 @@ def notices_save(checkpoints: Checkpoints | None, *, has_begun: Callable[[], boo
 
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
-            return  # a forked process of a DataLoader, whose data are still needed
+            return  # a forked process of a DataLoader goes on, because its data are still needed
         if number == signal.SIGUSR1 or handlers[number] == signal.SIG_IGN:
             ask_to_save(checkpoints.folder)
         elif is_over.is_set() or not has_begun() or checkpoints.grace == 0:
@@ -126,7 +127,7 @@ def notices_save(checkpoints: Checkpoints | None, *, has_begun: Callable[[], boo
         is_over.set()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if came and not was_over:  # the run has ended before the checkpoint came
+        if came and not was_over:  # the run has ended before the checkpoint was there
             os.kill(owner, came[0])
 
 
@@ -139,8 +140,8 @@ def _pass_on(number: int, frame: FrameType | None, handler: Any) -> None:
 
 
 def _is_saved_since(path: Path, asked_s: float) -> bool:
-    """Whether a checkpoint was completed since asked_s. asked_s is wall-clock time, to be compared with the
-    times of files."""
+    """Whether a checkpoint was completed at asked_s or later. asked_s: a wall-clock time, as the times of
+    files are."""
     complete = [checkpoint for checkpoint in checkpoints_in(path) if is_complete(checkpoint)]
     with contextlib.suppress(OSError, IndexError):
         return (complete[-1] / MANIFEST_NAME).stat().st_mtime >= asked_s
@@ -148,8 +149,8 @@ def _is_saved_since(path: Path, asked_s: float) -> bool:
 
 
 def signals_left_to_caller(checkpoints: Checkpoints | None) -> None:
-    """Makes a local worker ignore notices. If all processes get a notice, the caller acts on it, and ends
-    this process."""
+    """Makes a local worker ignore notices. If all processes get a notice, the caller handles it and ends the
+    workers."""
     if checkpoints is None:
         return
     owner = os.getpid()

@@ -1,7 +1,8 @@
-"""Carries the script's logging set-up to local workers, which import the script but skip its guarded part.
+"""Carries the script's logging set-up to local workers. They import the script without running its guarded
+part, so they would lack the set-up.
 
-It carries the levels and filters of all loggers, and the handlers that write to stderr, stdout or a file.
-Every worker appends to such a file. A handler of another class is left out. Any thread.
+It has the levels and filters of all loggers, and the handlers that write to stderr, stdout or a file. Every
+worker appends to such a file. Other handlers are left out. Any thread.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class _LoggerSettings:
         )
 
     def apply(self, logger: logging.Logger) -> None:
-        """Sets up the worker's logger like the caller's logger. If the import has given the logger handlers,
-        these handlers stay and none are added."""
+        """Sets up the worker's logger like the caller's logger. If importing the script has given the logger
+        handlers, these stay and no others are added."""
         logger.setLevel(self.level)
         logger.propagate, logger.disabled = self.propagate, self.disabled
         logger.filters[:] = self.filters
@@ -83,7 +84,7 @@ class _LoggerSettings:
 class ScriptLogging:
     disabled_level: int
     loggers: dict[str, _LoggerSettings]
-    """Settings by the logger's name, which is empty for the root."""
+    """The settings of each logger by its name; the root logger has the empty name."""
 
     @classmethod
     def capture(cls) -> ScriptLogging:
@@ -101,7 +102,7 @@ class ScriptLogging:
 
 
 def _own(name: str) -> Any:
-    """Returns the stream that the process began with."""
+    """Returns the stream that the process was started with: sys.__stderr__ or sys.__stdout__."""
     return getattr(sys, f"__{name}__")
 
 

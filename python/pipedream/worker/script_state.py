@@ -1,8 +1,8 @@
-"""ScriptState holds the values that a script has set since its modules were imported. A worker imports the
-modules again, and ScriptState then sets these values in the worker.
+"""Holds the values that a script has set since its modules were imported. A worker imports the modules again,
+and ScriptState then sets these values in the worker.
 
-launch/script_capture.py finds the values. task_files.py sends them, in the same graph of objects as the
-model. A worker applies them on its main thread, before its model runs.
+launch/script_capture.py finds the values. task_files.py sends them in the same graph of objects as the model.
+A worker applies them on its main thread, before its model runs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """A segment is the part of a run that is trained with one memory plan. Most runs have one segment.
 
-    open     channels and pool as planned, links to the other workers
-    train    until the data are over, or a minibatch is larger than planned
+    open     makes channels and pool as planned, and links to the other workers
+    train    trains until the data are over, or until a minibatch is larger than planned
     follow   rank 0 tells all ranks whether another segment follows, before they finish
     close    frees the segment's memory
 
     F0 F1 B0 U0 F2 B1 U1 B2 U2 | minibatch 3 is larger: rehearse it, plan memory | F3 F4 B3 U3 ...
 
-The pipeline drains between two segments. The next segment begins with only the newest version, like a run.
-These objects stay: the modules with their weights and buffers, the optimizers with their state, the loss
+The pipeline drains between two segments. The next segment begins with only the newest version, as a run does.
+These things stay: the modules with their weights and buffers, the optimizers with their state, the loss
 scaling of float16, the residuals of topk, the data (minibatch_source.py) and the reports. Runs on the
 worker's compute thread.
 """
@@ -66,7 +66,7 @@ __all__ = ["Following", "Segment"]
 
 @dataclass(frozen=True)
 class Following:
-    """Tells why another segment follows this one."""
+    """The reason why another segment follows this one."""
 
     first_minibatch: int
     """The first minibatch of that segment."""
@@ -77,7 +77,7 @@ class Following:
 
 
 class Segment:
-    """A segment at one worker. It is open once it is constructed."""
+    """A segment at one worker. The constructor opens it."""
 
     def __init__(
         self,
@@ -93,10 +93,10 @@ class Segment:
         snapshots: dict[int, StageSnapshot],
     ) -> None:
         """core: the core that WorkerLinks has made.
-        residuals: the residuals of the segment before.
+        residuals: the residuals of the previous segment.
         steered: the same object in all segments.
-        snapshots: by stage, the state of the run that this run continues; empty if there is none. They are
-            dropped when training begins.
+        snapshots: by stage, the state of the run that this run continues; empty if there is none. train()
+            drops them.
 
         Raises ValueError, with a line for each memory term, if the segment does not fit into memory.
         """
@@ -134,7 +134,7 @@ class Segment:
         links.connect(run.linked, self.channels, run.key("endpoints"))
         self._group = _replica_group(run, core, device, run.place.rendezvous)
         self.run = self._pool.run
-        """The run as agreed, with the stages that recompute to save memory."""
+        """The agreed run, with the stages that recompute to save memory."""
 
     def close(self) -> None:
         """Frees the segment's memory. The links stay open, because they belong to the worker."""
@@ -143,12 +143,12 @@ class Segment:
 
     @property
     def losses(self) -> list[float]:
-        """The losses so far, as far as this worker knows them."""
+        """The losses that this worker knows so far."""
         return [] if self._loop is None else self._loop.losses
 
     @property
     def minibatch(self) -> int | None:
-        """The minibatch at which this worker is, or None before the segment's first."""
+        """The minibatch that this worker is working on; None before the segment's first minibatch."""
         return None if self._loop is None else self._loop.minibatch
 
     @property
@@ -156,7 +156,8 @@ class Segment:
         return self._loop is not None and self._loop.has_updated
 
     def train(self, checkpointing: Checkpointing | None) -> dict[str, Any]:
-        """Trains the segment and returns this worker's report; a rank beyond the plan has none."""
+        """Trains the segment, and returns this worker's report. The report of a rank that the plan does not
+        use is empty."""
         run, source = self.run, self._source
         group_size = _core.minibatches_between_drains(run.schedule())
         if self._forwarded is not None:
@@ -170,9 +171,9 @@ class Segment:
         if boundary is not None and not source.stream.looks_ahead:
             source.look_ahead(functools.partial(exceeds, boundary), group_size)
         elif boundary is None and group_size > 1:
-            source.look_ahead(lambda _: False, group_size)  # reads whole groups, to know what is due
+            source.look_ahead(lambda _: False, group_size)  # whole groups are read, to know what is due
         self._loop = loop = self._make_loop(checkpointing)
-        self._snapshots.clear()  # nothing needs their memory any more
+        self._snapshots.clear()  # frees their memory, which nothing needs any more
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
             report = loop.train(lambda: self.following is not None)
         _note_codecs(report, self.channels)
@@ -180,8 +181,8 @@ class Segment:
 
     @functools.cached_property
     def following(self) -> Following | None:
-        """The reason for another segment, or None. Rank 0 decides when its own work is done, and tells every
-        rank. Raises DataMismatch if this worker has read other data."""
+        """The reason for another segment; None if none follows. Rank 0 decides when its own work is done, and
+        tells every rank. Raises DataMismatch if this worker has read other data."""
         run, core, rank = self.run, self.core, self.run.rank
         larger = None if self.was_stopped else self._source.larger
         mine = None
@@ -203,8 +204,8 @@ class Segment:
         return isinstance(self._loop, WorkerLoop) and self._loop.was_stopped
 
     def wait_for_all(self) -> None:
-        """Waits until no rank needs these links any more. From then on the ranks again watch each other
-        through the rendezvous."""
+        """Waits until no rank needs the links of this segment any more. From then on the ranks watch each
+        other through the rendezvous again."""
         run, rendezvous = self.run, self.run.place.rendezvous
         key = run.key("drained")
         rendezvous.publish(f"{key}/{run.rank}", True)
@@ -213,12 +214,13 @@ class Segment:
 
     @property
     def kinds(self) -> tuple[Shapes, ...]:
-        """The shapes of minibatches that this segment was planned for; empty if this worker reads no data."""
+        """The shapes of minibatches for which this segment was planned; empty if this worker reads no
+        data."""
         return self._rehearsed.kinds
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Copies the state of this worker when the run is over. Raises ValueError for state that cannot be
-        stored."""
+        """Copies the state of this worker. Call it when the run is over. Raises ValueError for state that
+        cannot be stored."""
         loop = self._loop or self._spare_loop
         if loop is None:
             return []
@@ -226,7 +228,7 @@ class Segment:
         return [replace(first, residuals=by_name(self.keep_residuals())), *others]
 
     def keep_residuals(self) -> Residuals:
-        """The residuals for the segment after this one."""
+        """Returns the residuals, which the next segment starts with."""
         return keep_residuals(self.core, self.run.rank, self.channels)
 
     def _make_loop(self, checkpointing: Checkpointing | None) -> WorkerLoop:
@@ -270,8 +272,8 @@ class Segment:
 
 
 def _draws_of(run: AgreedRun, rehearsed: Rehearsed, device: torch.device) -> KeyedDraws | None:
-    """Makes the random draws of this worker's stages depend on the microbatch. None with one worker, which
-    draws like a plain training loop."""
+    """Returns an object that makes the random draws of this worker's stages depend on the microbatch. Returns
+    None with one worker, which draws as a plain training loop does."""
     stages = run.own_stages()
     if run.plan.workers_used == 1 or not stages:
         return None
@@ -280,7 +282,7 @@ def _draws_of(run: AgreedRun, rehearsed: Rehearsed, device: torch.device) -> Key
 
 
 def _backward_seeds(run: AgreedRun, rehearsed: Rehearsed) -> dict[int, int]:
-    """Seeds of the stages whose backward draws random numbers, by stage."""
+    """Returns, by stage, the seeds of the stages whose backward draws random numbers."""
     footprints = rehearsed.footprints if run.plan.workers_used > 1 else {}
     return {
         stage: backward_seed(run.base_seed, stage)
@@ -316,9 +318,9 @@ def _channels_of(
 def _posted_into_versions(
     run: AgreedRun, channels: Sequence[RunChannel], optimizers: WorkerOptimizers
 ) -> list[RunChannel]:
-    """Changes the channels on which this worker pulls: versions are received directly into the weight slots,
-    so these channels need no slots. At a stage that owns tied parameters these channels keep their slots,
-    because the stage's versions lie in two terms of the pool. Returns all channels."""
+    """Changes the channels on which this worker pulls versions. Versions are received directly into the
+    weight slots, so these channels need no slots of their own. A stage that owns tied parameters keeps its
+    channels unchanged, because its versions lie in two terms of the pool. Returns all channels."""
 
     def posted(channel: RunChannel) -> RunChannel:
         edge = channel.edge
@@ -334,7 +336,7 @@ def _posted_into_versions(
 def _replica_group(
     run: AgreedRun, core: _core.Worker, device: torch.device, rendezvous: Rendezvous
 ) -> ReplicaGroup | None:
-    """Makes the group of this worker's stage, if its replicas reduce together."""
+    """Makes the process group of this worker's stage; None unless its replicas use an all-reduce."""
     stages = run.plan.stages_of(run.rank) if run.options.reduces_together else []
     num_replicas = run.plan.stages[stages[0]].num_replicas if stages else 1
     if num_replicas == 1:
@@ -350,8 +352,8 @@ def _replica_group(
 
 
 def _check_of_links(run: AgreedRun, core: _core.Worker) -> Callable[[], None]:
-    """Makes a function that raises the failure of a link, if there is one. It does not wait."""
-    neighbour = parent_of(run.rank) if run.rank > 0 else 1  # rank 1 is below rank 0
+    """Makes a function that raises the failure of a link if there is one. The function does not wait."""
+    neighbour = parent_of(run.rank) if run.rank > 0 else 1  # rank 1 is a child of rank 0 in the tree
 
     def check() -> None:
         if run.place.world_size > 1:
@@ -363,7 +365,7 @@ def _check_of_links(run: AgreedRun, core: _core.Worker) -> Callable[[], None]:
 def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) -> MinibatchStream:
     def receiver(channel: str) -> Callable[[], tuple[list[Tensor], int] | None]:
         def receive() -> tuple[list[Tensor], int] | None:
-            # Waiting for data counts as the user's time, even if the caller sends the data.
+            # Waiting for data counts as the user's time, even if the caller reads the data and sends them.
             item = core.receive_item(channel, counts_as_wait=False)
             assert item is not None  # there is no time-out
             if item.is_end:
@@ -384,7 +386,7 @@ def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) ->
 
 
 def _note_codecs(report: dict[str, Any], channels: Iterable[RunChannel]) -> None:
-    """Notes in the figures of each channel the codec that was really used for its tensors."""
+    """Notes in each channel's figures the codec that the channel has really used."""
     for channel in channels:
         if channel.name in report["channels"]:
             report["channels"][channel.name]["codec"] = channel.codec_used

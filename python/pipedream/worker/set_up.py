@@ -1,13 +1,13 @@
 """The set-up of a worker measures the stages, so that the worker's pool and channels can be planned.
 
     read      the first minibatch, at workers that read data, before any link is open
-    share     rank 0 sends its initial weights to all
+    share     rank 0 sends its initial weights to all ranks
     rehearse  each worker runs its stages once, on the first microbatch
 
-The set-up has its own links. The channels of the training depend on the tensors that cross the cuts, and its
-pool depends on the optimizers' state. Both are not known yet. If a minibatch is larger than planned, workers
-rehearse again, with that minibatch. OwnPart is the part of the model that the worker has in memory. Runs on
-the worker's compute thread.
+The set-up has its own links. The channels of the training depend on the tensors that cross the cuts, and the
+pool depends on the optimizers' state. Both are not known before. If a minibatch is larger than planned,
+workers rehearse again with that minibatch. OwnPart is the part of the model that the worker has in memory.
+Runs on the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ _log = logging.getLogger("pipedream")
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The knowledge that this worker has of its stages before it trains."""
+    """The facts that this worker knows about its stages before it trains."""
 
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     """The boundaries at both ends of this worker's stages, by the stage upstream of the boundary."""
     footprints: dict[int, Footprint] = field(default_factory=dict)
-    """The memory that each stage needs, by stage."""
+    """The memory that each stage needs, by stage index."""
     input_boundary: Boundary | None = None
-    """The boundary of a whole minibatch's inputs. Memory is planned again for larger inputs. None if no plan
-    depends on the sizes of inputs."""
+    """The boundary of a whole minibatch's inputs. Larger inputs make the run plan its memory again. None if
+    memory does not depend on the sizes of inputs."""
     kinds: tuple[Shapes, ...] = ()
-    """At workers that read data, the shapes of minibatches that were rehearsed. There is one kind, unless the
-    plan has shapes_apart."""
+    """The shapes of minibatches that were rehearsed, at workers that read data. There is one kind of shapes
+    unless the plan has shapes_apart."""
     in_microbatches: bool = False
     """Whether the data yield Microbatches."""
     evaluation: RehearsedEvaluation = field(default_factory=RehearsedEvaluation)
     """The rehearsal of the eval-mode forward."""
 
     def or_as(self, other: Rehearsed) -> Rehearsed:
-        """Returns the knowledge that holds for minibatches of this object's kinds and of other's kinds."""
+        """Returns facts that hold for minibatches of this object's kinds and of other's kinds."""
         boundaries = {cut: known.or_as(other.boundaries[cut]) for cut, known in self.boundaries.items()}
         footprints = {stage: known.or_as(other.footprints[stage]) for stage, known in self.footprints.items()}
         inputs = self.input_boundary
@@ -97,8 +97,8 @@ class Rehearsed:
 def set_up(
     run: AgreedRun, links: WorkerLinks, device: torch.device, stream: MinibatchStream, part: OwnPart
 ) -> Rehearsed:
-    """Reads, shares and rehearses. Afterwards this worker's stages have rank 0's weights, parameters of other
-    stages are left out (OwnPart), and the links are closed."""
+    """Reads, shares and rehearses. Afterwards this worker's stages have rank 0's weights, the parameters of
+    other stages are left out (OwnPart), and the links of the set-up are closed."""
     rendezvous = run.place.rendezvous
     rendezvous.enter("reading the first minibatch")
     kinds = _read_first_microbatches(run, stream)
@@ -140,9 +140,8 @@ def rehearse_again(
     minibatch: int,
     larger: LargerMinibatch | None,
 ) -> Rehearsed:
-    """Rehearses the partly trained stages for this larger minibatch. Returns the knowledge that holds for
-    this minibatch and for all earlier rehearsals. larger: the sizes of the minibatch, if this worker reads
-    data."""
+    """Rehearses the partly trained stages for a larger minibatch. Returns facts that hold for this minibatch
+    and for all earlier rehearsals. minibatch: its number. larger: its sizes, if this worker reads data."""
     first = _FirstMicrobatch(name=f"minibatch {minibatch}")
     are_apart = bool(run.plan.shapes_apart)
     if larger is not None:
@@ -159,22 +158,23 @@ def rehearse_again(
 
 @dataclass(frozen=True)
 class _FirstMicrobatch:
-    """The first microbatch of a minibatch that is as large as the largest one planned. Only ranks that read
-    data have it."""
+    """The first microbatch of a minibatch that is enlarged to the largest planned sizes. It is empty at ranks
+    that read no data."""
 
     inputs: Any = None
     targets: Any = None
     input_boundary: Boundary | None = None
-    """This field and `kinds` are the same as in Rehearsed."""
+    """`input_boundary` and `kinds` are as in Rehearsed."""
     kinds: tuple[Shapes, ...] = ()
     name: str = "the first minibatch"
     in_microbatches: bool = False
 
 
 def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_FirstMicrobatch]:
-    """Returns the first microbatch. If the plan has shapes_apart, one microbatch of each kind follows."""
-    # The data are read before any link is open. A DataLoader starts its processes now, and they would inherit
-    # open sockets. A peer that closes such a link would wait until the DataLoader's processes close it, too.
+    """Returns the first microbatch, followed by one microbatch of each kind in the plan's shapes_apart."""
+    # The data are read before any link is open, because a DataLoader starts its processes now. They would
+    # inherit open sockets, and a peer that closes such a link would wait for these processes to close it,
+    # too.
     kinds = run.plan.shapes_apart
     if not (run.reads_inputs or run.reads_targets):
         return [_FirstMicrobatch()] * (1 + len(kinds))
@@ -198,8 +198,8 @@ def _check_alike_at_all(run: AgreedRun, found: int) -> None:
 
 
 def _read_first_validation(run: AgreedRun) -> tuple[Any, Any]:
-    """Returns (inputs, targets) of a validation minibatch, at workers that read data. If the data are a list,
-    the tensors are as large as in the list's largest entries."""
+    """Returns (inputs, targets) of a validation minibatch, at workers that read data. If the validation data
+    are a list, the tensors have the largest sizes in the list."""
     validation = run.options.validation
     if validation is None or not (run.reads_inputs or run.reads_targets):
         return None, None
@@ -243,8 +243,8 @@ def _first_microbatch(
     *,
     is_kind: bool = False,
 ) -> _FirstMicrobatch:
-    """Makes the first microbatch of the minibatch. It is at least as large as `shapes`, or with is_kind
-    exactly as large."""
+    """Makes the first microbatch of the minibatch. It is at least as large as `shapes`, or exactly as large
+    if is_kind."""
     m = run.options.microbatches
     own_shapes = shapes_of_parts(inputs, targets)
     inputs, targets = (shaped if is_kind else enlarged)(inputs, targets, shapes)
@@ -261,8 +261,8 @@ def _first_microbatch(
     if in_microbatches:  # each microbatch is now as large as the largest
         inputs, targets, m = first_microbatch(inputs), first_microbatch(targets), 1
     count = samples_of(inputs, targets)
-    with contextlib.suppress(ValueError):  # inputs that cannot cross a cut need not: they are read here
-        # With one stage, the sizes of the inputs matter only to a memory limit and to pushes as factors.
+    with contextlib.suppress(ValueError):  # inputs that no cut can carry are allowed, because they stay here
+        # With one stage, the sizes of the inputs matter only to a memory limit and to gradients as factors.
         is_limited = run.options.memory.limit_bytes is not None or bool(_stages_with_factors(run))
         # No boundary describes a list of samples, because each minibatch has other entries.
         if (len(run.stages) > 1 or is_limited) and not lists_samples(inputs, count):
@@ -284,8 +284,8 @@ def _largest_of(largest_in: Mapping[str, int]) -> str:
 
 
 def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _core.Worker | None:
-    """Opens the links of the set-up. Returns None if the plan has one worker, and at a rank beyond the
-    plan."""
+    """Opens the links of the set-up. Returns None if the plan has one worker, or if the plan does not use
+    this rank."""
     num_workers = run.plan.workers_used
     if num_workers == 1 or run.rank >= num_workers:
         return None
@@ -294,7 +294,7 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
     for channel in channels:
         channel.add_to(core, run.rank, run.plan.describe_worker)
     core.seal()
-    if run.links.ports is not None:  # the error comes now, though only the training may need more ports
+    if run.links.ports is not None:  # too few ports for the training are reported now, not later
         codec = run.links.codec
         of_run = channels_of_run(run.plan, run.schedule(), run.place.world_size, {}, (), None, codec=codec)
         links.check_ports(run.linked, channels, of_run)
@@ -303,9 +303,9 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
 
 
 def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
-    """Gives all ranks rank 0's initial weights. This comes before the pool is planned, because optimizers are
-    constructed from the weights. Local workers need no transfer, because all have read the caller's weights.
-    Weights that were on the meta device are made by each worker itself."""
+    """Gives all ranks rank 0's initial weights. This must happen before the pool is planned, because
+    optimizers are constructed from the weights. Local workers need no transfer, because all have read the
+    caller's weights. If the model was on the meta device, each worker has made its own weights."""
     if core is None or not run.place.returns_model:
         return
     rank, num_ranks = run.rank, run.plan.workers_used
@@ -350,7 +350,7 @@ def _rehearse(
 
 
 def _stages_with_factors(run: AgreedRun) -> list[int]:
-    """The stages whose replicas push gradients as factors (update/factors.py) where that is possible."""
+    """Returns the stages whose replicas push gradients as factors where possible (update/factors.py)."""
     stages = range(run.plan.num_stages) if pushes_factors(run.options.links.codec) else ()
     return [stage for stage in stages if run.plan.stages[stage].num_replicas > 1]
 
@@ -363,20 +363,20 @@ def _stages_that_may_recompute(run: AgreedRun) -> list[int]:
 
 
 def _adds_minibatches(run: AgreedRun) -> bool:
-    """Whether one replica of a stage of this worker has several minibatches in a round. Their gradients are
-    summed."""
+    """Whether a replica has several minibatches in a round at one of this worker's stages. Their gradients
+    are then summed."""
     schedule, stages = run.schedule(), run.plan.stages
     own = run.plan.stages_of(run.rank)
     return any(_core.rounds_of(schedule, s).minibatches_per_round > stages[s].num_replicas for s in own)
 
 
 class OwnPart:
-    """The part of the model that a worker has in memory on its device: its own stages. A spare has the
-    stage of its shard.
+    """The part of the model that a worker has in memory on its device: its own stages. A spare has the stage
+    of its shard.
 
         place()              gives initial values to tensors on the meta device; moves all to the device
-        leave_out_others()   replaces parameters of other stages by NaN, which are never updated here; if code
-                             outside of module calls uses them, the loss shows it
+        leave_out_others()   replaces parameters of other stages by NaN, because they are never updated here;
+                             if code outside of module calls uses them, the loss becomes NaN
         take_back_others()   puts the user's parameters back
         give_back()          moves the model back to the device where the user has it
     """

@@ -1,7 +1,8 @@
 """Plans the memory of a spare in its core's pool: the versions of its shard, and the state of its optimizer.
+A spare is a worker that owns a shard of a stage's parameters and has no minibatches.
 
 The constructor adds them as terms of the pool, so it runs before the core is sealed. prepare() runs
-afterwards, and returns the loop that serves the replicas. Owned by the worker's compute thread.
+afterwards, and returns the spare's loop. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class SparePool:
         channels: Sequence[RunChannel],
         optimizers: WorkerOptimizers,
     ) -> None:
-        """stage: the stage whose shard the spare has. Raises ValueError if the shard does not fit into the
-        memory limit of `run`."""
+        """stage: the stage of which the spare has a shard. Raises ValueError if the shard does not fit into
+        the memory limit of `run`."""
         self._run = run
         self._core = core
         self._stage = stage
@@ -79,7 +80,7 @@ class SparePool:
     def _terms(
         self, channels: Sequence[RunChannel], figures: StageBytes, pool_terms: Sequence[PoolTerm]
     ) -> dict[str, int]:
-        """Returns bytes by term of RunResult.memory."""
+        """Returns the bytes of each term of RunResult.memory."""
         run = self._run
         terms: dict[str, int] = {}
         for channel in channels:
@@ -87,7 +88,7 @@ class SparePool:
         terms |= {term.name: term.num_bytes for term in pool_terms}
         terms |= {
             TORCH_OPTIMIZER_STATE: figures.torch_state,
-            # Mean gradients get their own memory if the optimizer may keep references to them.
+            # Mean gradients get memory of their own if the optimizer may keep references to them.
             TRANSIENT: figures.step + self._layout.whole_tensors * self._version_bytes,
             MODEL: model_bytes(run.stages_in_memory("cpu")),
         }
@@ -104,7 +105,7 @@ class SparePool:
             for name, parameter in [named[piece.parameter]]
         ]
         holder = nn.ParameterList([parameter for _, parameter in pieces])
-        start = StageStart.of(schedule, index, None)  # nobody reads an older version of its shard here
+        start = StageStart.of(schedule, index, None)  # no older versions, because a spare runs no forward
         slots = hold_slots(core, WEIGHT_VERSIONS, index, self._num_versions)
         versions = WeightVersions(holder, pieces, slots, newest_slot=start.newest_slot)
         optimizer.place_state(

@@ -90,19 +90,20 @@ class StagePool:
         *,
         evaluation_bytes: int,
     ) -> None:
-        """Decides which stages recompute and which offload. footprints: by stage of this worker. snapshots:
-        by stage, the state from which the stage continues; empty if the run does not continue another."""
+        """Decides which stages recompute and which offload. footprints: by stage of this worker, the memory
+        that a rehearsal has measured. snapshots: by stage, the state from which the stage continues; empty if
+        the run does not continue an earlier run."""
         self.run = run
-        """The run as agreed, with the stages that recompute to save memory."""
+        """The agreed run, with the stages that recompute to save memory."""
         self.predicted: dict[str, int] = {}
-        """Bytes by term of RunResult.memory."""
+        """The bytes of each term of RunResult.memory."""
         self.copy_bytes: dict[int, int] = {}
-        """Bytes of the memory into which a stage is copied for a checkpoint, by stage."""
+        """By stage, bytes of the memory into which a checkpoint copies the stage."""
         self._core = core
         self._device = device
         self._worker_optimizers = optimizers
         self._optimizers = optimizers.by_stage
-        self._offload: dict[int, Offload] = {}  # the offloaded parts, by stage
+        self._offload: dict[int, Offload] = {}  # what each stage offloads
         self._torch_pool_bytes = 0
         self._channels = channels
         self._snapshots = snapshots
@@ -124,7 +125,7 @@ class StagePool:
         if wants_torch_pool(self._device):
             self._pool_torch_terms()
             steps = [figures.step for figures in memory.stages.values()]
-            self.predicted[TRANSIENT] = max(steps)  # updates are not in the pool
+            self.predicted[TRANSIENT] = max(steps)  # updates do not use the torch pool
         if not all(footprints[stage.stage_index].is_measured for stage in self.run.own_stages()):
             for term in (STASH, TRANSIENT, GRADIENTS):
                 self.predicted.pop(term, None)
@@ -142,8 +143,8 @@ class StagePool:
                 )
 
     def prepare(self, group: ReplicaGroup | None) -> list[PreparedStage]:
-        """Returns the stages with their weights and optimizer state in the pool. group: None unless the
-        worker's only stage has replicas that use an all-reduce."""
+        """Returns the stages with their weights and optimizer state in the pool. group: the process group of
+        the replicas of this worker's only stage; None if they use no all-reduce."""
         return [self._prepare(stage, group) for stage in self.run.own_stages()]
 
     def make_torch_pool(self) -> TorchPool | None:
@@ -190,10 +191,10 @@ class StagePool:
         return found if options.checkpoints is None else replace(found, copy=self._copy_bytes(stage, found))
 
     def _copy_bytes(self, stage: StageModule, figures: StageBytes) -> int:
-        """Returns the bytes of everything that a checkpoint contains of the stage."""
+        """Returns the bytes that a checkpoint copies of the stage."""
         schedule, index = self.run.schedule(), stage.stage_index
-        # Without stashing, copies of the versions that the first microbatches after a boundary read are also
-        # stored.
+        # Without stashing, a checkpoint also has copies of the older versions that the first microbatches
+        # after the boundary read.
         stashes = _core.stashes_versions(schedule, index)
         num_versions = _core.num_versions_kept(schedule, index) if stashes else schedule.in_flight[index]
         tied = [
@@ -222,7 +223,7 @@ class StagePool:
         if layout.whole_tensors or self.run.options.measures_gradients:
             mean_bytes = sum(own_sizes)
         elif _core.rounds_of(self.run.schedule(), stage).minibatches_per_round > num_replicas:
-            mean_bytes = max(own_sizes, default=0)  # perhaps no other replica has a part of the last round
+            mean_bytes = max(own_sizes, default=0)  # a mean of a short last round may need memory of its own
         return PushedGradients(
             self._push_slot_bytes(stage),
             sparse_bytes(self.run.stages[stage]),
@@ -231,9 +232,9 @@ class StagePool:
         )
 
     def _num_rounds_kept(self, stage: int) -> int:
-        """Returns the number of rounds whose gradients a replica may have at once. With spares, the gradients
-        of one more round may wait, because a spare receives a chunk only when it can use the chunk. If the
-        stage keeps only one version, none wait: the next round's forwards need the spare's new version
+        """Returns the number of rounds whose gradients a replica may have at once. A spare receives a chunk
+        only when it can use it, so with spares the gradients of one more round may wait to be sent. If the
+        stage keeps one version, none wait, because the next round's forwards need the spare's new version
         first."""
         schedule, has_spares = self.run.schedule(), self.run.plan.stages[stage].num_spare_shards > 0
         waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
@@ -250,7 +251,7 @@ class StagePool:
         return PushedFactors(sum(weights), sum(factors), product_bytes + stacked_bytes)
 
     def _pool_torch_terms(self) -> None:
-        """Puts torch's tensors into one term of the pool."""
+        """Replaces the terms of torch's tensors by one term of the pool."""
         parts = [self.predicted.pop(term, 0) for term in (STASH, TRANSIENT, GRADIENTS)]
         self._torch_pool_bytes = sum(parts) + SEGMENT_SLACK_BYTES
         self._core.add_term(TORCH_TENSORS, self._torch_pool_bytes, 1)
@@ -333,12 +334,12 @@ class StagePool:
         return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients, loss_scaling, start)
 
     def _tied_parameters(self, stage: int) -> dict[int, list[nn.Parameter]]:
-        """The stage's tied parameters, by owner."""
+        """Returns the stage's tied parameters, by owner."""
         by_owner = ties_by_owner(stage, self.run.ties)
         return {owner: [tie.parameter for tie in ties] for owner, ties in by_owner.items()}
 
     def _wait_for_users(self, stage: int) -> Callable[[int, int], None]:
-        """Makes wait_until_sent of TiedParameters."""
+        """Makes the function wait_until_sent of TiedParameters."""
         schedule, replica = self.run.schedule(), self._replica
         names: dict[int, list[str]] = {}
         for edge in _core.edges_of(schedule):
@@ -354,7 +355,7 @@ class StagePool:
 
     @property
     def _replica(self) -> int:
-        """The index of this worker among the replicas of its stage."""
+        """The replica index of this worker."""
         return self.run.plan.replica_of(self.run.rank)
 
     def _make_server(
@@ -396,10 +397,10 @@ class StagePool:
         )
 
     def _push_slots(self, stage: int) -> list[Tensor]:
-        """Returns zeroed slots for pushed gradients, one slot for each round whose gradients may be here at
-        once."""
+        """Returns zeroed slots for pushed gradients: one slot for each round whose gradients this replica may
+        have at once."""
         num_rounds = self._num_rounds_kept(stage)
-        if self._push_slot_bytes(stage) == 0:  # the other owners own nothing
+        if self._push_slot_bytes(stage) == 0:  # no other owner has a shard to push to
             return [torch.empty(0)] * num_rounds
         return [slot.zero_() for slot in hold_slots(self._core, PUSHES, stage, num_rounds)]
 
@@ -408,12 +409,12 @@ class StagePool:
         return self._worker_optimizers.layouts[stage].push_slot_bytes(self._replica, codec)
 
     def _posted_from(self, stage: int) -> frozenset[int]:
-        """The owners of shards whose versions are received directly into their slots."""
+        """Returns the owners of shards whose versions are received directly into the weight slots."""
         edges = [channel.edge for channel in self._channels if channel.posted_into == version_term(stage)]
         return frozenset(edge.from_replica for edge in edges if edge is not None)
 
     def _layers_of(self, stage: int, weights: Sequence[FactorLayer]) -> dict[str, list[nn.Linear]]:
-        """The layers that have each of these weights, by the weight's name."""
+        """Returns, by name of the weight, the layers that use the weight."""
         found = factorable(self.run.stages[stage], self.run.stages[stage].trainable_parameters())
         return {weight.name: found[weight.name] for weight in weights}
 
@@ -456,7 +457,7 @@ class StagePool:
 def bytes_with_optimizer(
     weights: int, stage: StageModule, optimizer: StageOptimizer, device_type: str
 ) -> StageBytes:
-    """Returns the figures of weights and optimizer. weights: bytes of one version."""
+    """Returns the bytes of the stage's weights and optimizer. weights: bytes of one version."""
     if optimizer.is_native:
         torch_state, step = 0, native_step_bytes(stage, optimizer.num_parameters)
     else:
@@ -474,13 +475,13 @@ def bytes_with_optimizer(
 
 
 def hold_slots(core: _core.Worker, name: str, stage_index: int, num_slots: int) -> list[Tensor]:
-    """Returns slots of the stage's term. The pool returns them in any order, which is fine: each slot only
-    has to belong to one version."""
+    """Takes slots of the stage's term from the pool. Their order does not matter, because the slots of a term
+    are equal."""
     return [from_dlpack(core.hold_slot(stage_term(name, stage_index))) for _ in range(num_slots)]
 
 
 def version_term(stage_index: int) -> str:
-    """The name of the pool's term for the stage's own weight versions."""
+    """Returns the name of the pool's term for the stage's own weight versions."""
     return stage_term(WEIGHT_VERSIONS, stage_index)
 
 

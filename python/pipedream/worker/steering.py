@@ -1,12 +1,14 @@
 """Steering carries questions from the first stage to the callbacks of a run, and answers back.
 
-    rank 0         asks: a line in a file of the run's folder          caller   looks, calls the callbacks
-    stage 0        waits, where its schedule says, for the answer  <-- caller   writes the answer
+    rank 0         asks: it writes a line into a file of the run's folder
+    caller         looks into the file, calls the callbacks, and publishes the answer
+    stage 0        waits for the answer where its schedule says so
     every stage    reads the answer where the learning rate changes
 
 Questions and answers are rare, and minibatches wait for them only at stage 0. The rendezvous carries answers,
-each under the boundary at which it is due, and the figures of evaluations. Under torchrun rank 0 calls the
-callbacks. The workers' part runs on their compute thread, the other part on the caller's.
+each under the boundary at which it is due, and the figures of evaluations. Under torchrun there is no caller,
+and rank 0 calls the callbacks. The workers' part runs on their compute thread, the other part on the
+caller's.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ _CHECKPOINTS_S = 0.25  # seconds between two looks for new checkpoints
 
 
 def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | None) -> Steered:
-    """Returns the objects that steer this worker, in all segments of the run. steering: None except at rank 0
-    of torchrun."""
+    """Returns the objects that steer this worker, for all segments of the run. steering: None except at rank
+    0 of torchrun."""
     schedule, place, points = run.schedule(), run.place, run.options.call_points
     stopping: Stopping | None = None
     if place.stop_order is not None:
@@ -80,7 +82,7 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
 
 
 class _Way:
-    """Carries answers to a worker."""
+    """Carries answers to a worker. The subclasses carry questions to the callbacks."""
 
     def __init__(self, run: AgreedRun) -> None:
         self._rendezvous = run.place.rendezvous
@@ -103,9 +105,9 @@ class _Way:
 
 
 class _WayToCaller(_Way):
-    """Carries questions from a local worker to its caller, which looks for them in a file."""
+    """Carries questions from a local worker to its caller, which reads them from a file."""
 
-    waits = False  # the caller looks by itself, and knows the losses
+    waits = False  # the caller looks for questions all the time, and knows the losses itself
 
     def __init__(self, run: AgreedRun) -> None:
         super().__init__(run)
@@ -119,8 +121,8 @@ class _WayToCaller(_Way):
 
 
 class _WayToRank0(_Way):
-    """Carries questions from the ranks of torchrun to rank 0, which calls the callbacks when the answer is
-    due. By then the losses have come back to stage 0 with the gradients."""
+    """Carries questions from the ranks of torchrun to rank 0. Rank 0 calls the callbacks when the answer is
+    due, because then the losses have come back to stage 0 with the gradients."""
 
     waits = True
 
@@ -136,14 +138,14 @@ class _WayToRank0(_Way):
             steering.begin()
             steering.norms = self._norms
         self._open: dict[int, Question] = {}
-        """Questions without an answer, by the boundaries of their answers."""
+        """Questions without an answer, by the boundary at which the answer is due."""
         self._losses: list[float] = []
 
     def ask(self, question: Question) -> None:
         if question.takes_effect is not None:
             self._open[question.takes_effect] = question
         elif self._steering is not None:
-            for left in (*self._open.values(), question):  # those that nobody answers any more
+            for left in (*self._open.values(), question):  # no boundary will be reached for these answers
                 self._steering.note_last(left)
             self._open.clear()
 
@@ -165,7 +167,7 @@ class _WayToRank0(_Way):
 
 
 class LocalSteering:
-    """The steering in the process that called local workers: it answers their questions."""
+    """Answers the questions of local workers, in the process that called run()."""
 
     def __init__(
         self,
@@ -185,14 +187,14 @@ class LocalSteering:
         self._rendezvous = rendezvous
         fix_rates_of_spares(steering, options.plan)
         self.is_needed = steering.points.at_epochs
-        """Whether look() has anything to do."""
+        """Whether there are callbacks that look() has to call."""
         # The caller looks more often if the pipeline may wait for its answers.
         self.period_s = _ANSWER_S if steering.points.decides else LOOK_S
-        self._num_read = 0  # bytes of the questions' file that are read
+        self._num_read = 0  # bytes of the questions' file that have been read
         self._open: list[Question] = []
 
     def look(self) -> None:
-        """Answers the questions for which everything is known."""
+        """Answers the questions whose losses and figures are known. Call it often."""
         if not self.is_needed:
             return
         if self._board.newest() >= 0:
@@ -202,16 +204,16 @@ class LocalSteering:
             del self._open[0]
         self._steering.tell_of_checkpoints(_CHECKPOINTS_S)
         if self._steering.error is not None:
-            self._board.ask_for_stop()  # nobody waits for this answer
+            self._board.ask_for_stop()  # the callback has failed, and the pipeline does not wait for answers
 
     def finish(self) -> None:
-        """Answers the last questions and reads all norms, after the workers have ended."""
+        """Answers the last questions and reads all norms. Call it after the workers have ended."""
         self.look()
         self._steering.norms = self._board.norms()
 
     def _answer(self, question: Question) -> bool:
-        """Answers the question and returns True. Returns False if losses or figures that the question reports
-        are not known yet."""
+        """Answers the question and returns True. Returns False if losses or figures for the question are not
+        known yet."""
         if question.takes_effect is None:
             self._steering.note_last(question)
             return True
@@ -257,8 +259,8 @@ def _answer_key(boundary: int) -> str:
 
 
 def answers_of(decisions: Sequence[tuple[int, Decision]]) -> list[tuple[int, int, float]]:
-    """Returns the answers in the form of Continued.answers. decisions: (minibatch where it takes effect,
-    decision)."""
+    """Returns the answers in the form of Continued.answers. decisions: (minibatch at which the decision takes
+    effect, decision)."""
     answers = [(due, _answer_of(decision)) for due, decision in decisions]
     return [(due, answer["events"], answer["rate_factor"]) for due, answer in answers if answer["events"]]
 

@@ -1,11 +1,11 @@
-"""The caller gives local workers their task in two ways: files in a folder that only this user can read, and
-a message through a pipe.
+"""The caller gives local workers their task: files in a folder that only this user can read, and a message
+through a pipe (WorkerTask).
 
-    task.pickle   optimizer, model, loss_fn, ..., data: one graph of objects. If, for example, the
-                  loss holds a buffer of the model, it does so in each worker, too
-    task.memory   the memory of its large tensors and arrays, which workers map (host_pickler.py)
+    task.pickle   optimizer, model, loss_fn, ..., data, as one graph of objects: if the loss holds a buffer of
+                  the model, it also does so in each worker
+    task.memory   the memory of large tensors and arrays, which workers map (host_pickler.py)
 
-The caller writes the files. Every worker reads them into its own objects. Any thread.
+The caller writes the files. Every worker reads them into objects of its own. Any thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """The message that a local worker gets through a pipe, besides the files in the folder."""
+    """The message that a local worker gets through a pipe, in addition to the files in the folder."""
 
     folder: str
     store_port: int
@@ -61,17 +61,17 @@ class WorkerTask:
 
 _GRAPH = "task"
 _FORWARDED = "forwarded data"
-# The order of the values in the file. A reader that needs only the first values does not unpickle the others.
+# The order of the values in the file. A reader unpickles the values up to the one that it needs.
 _OF_TASK = ("optimizer", "lr_scheduler", "model", "loss_fn", "weight_fn", "weights", "validation", "options")
 _VALIDATION_DATA = "validation data"
 _IN_GRAPH = (*_OF_TASK, "script", _VALIDATION_DATA, "data")
-# Data have a smaller bound than other values, because each sample of the data may be a small tensor.
+# Data have a smaller bound than other values, because each of their samples may be a small tensor.
 _MAPPED_BYTES_MIN_OF_DATA = 1 << 10
 
 
 class GraphWriter:
-    """Writes values into one file, and their large memory into another. An object that several values hold
-    is one object for the reader, too. Owned by the thread that calls run()."""
+    """Writes values into one file, and their large memory into another file. If several values hold the same
+    object, the reader gets one object, too. Owned by the thread that calls run()."""
 
     def __init__(self, folder: Path, name: str = _GRAPH) -> None:
         self._folder = folder
@@ -93,20 +93,21 @@ class GraphWriter:
             ) from None
 
     def add_data(self, data: Any) -> bool:
-        """Adds the data, as the last value. Returns False if the data cannot be sent; the files are then
+        """Adds the data as the last value. Returns False if the data cannot be sent. The files are then
         unchanged."""
         self._pickler.mapped_bytes_min = _MAPPED_BYTES_MIN_OF_DATA
-        self._pickler.sends_functions = False  # data that hold such functions are iterated by the caller
+        self._pickler.sends_functions = False  # the caller iterates data that hold such functions
         return self.may_add(data)
 
     def may_add(self, value: Any) -> bool:
-        """Adds the value if it can be sent. Otherwise returns False, and the files are unchanged."""
+        """Adds the value and returns True. Returns False if the value cannot be sent. The files are then
+        unchanged."""
         size, memory_size, memo = self._file.tell(), self._memory.size, self._pickler.memo.copy()
         try:
             self._pickler.dump(value)
         except errors.PipelineError:
             raise
-        except Exception:  # whatever a user's object raises
+        except Exception:  # a user's object may raise anything
             self._file.truncate(size)
             self._file.seek(size)
             self._memory.cut(memory_size)
@@ -129,8 +130,8 @@ class GraphWriter:
 
 
 class _Output:
-    """The output file. It raises PipelineError for its errors, so that they differ from errors of pickled
-    objects."""
+    """The output file of the pickler. It raises PipelineError for its own errors, so that they differ from
+    errors of pickled objects."""
 
     def __init__(self, folder: Path, file: BinaryIO) -> None:
         self._folder = folder
@@ -142,8 +143,8 @@ class _Output:
 
 
 class GraphReader:
-    """Reads the values that a GraphWriter has written, in their order, and stops after the value that is
-    asked for."""
+    """Reads the values that a GraphWriter has written. read() unpickles the values in order, up to the one
+    that is asked for."""
 
     def __init__(self, folder: Path, names: Sequence[str] = _IN_GRAPH, file_name: str = _GRAPH) -> None:
         self._names = list(names)
@@ -171,7 +172,7 @@ class GraphReader:
 
 
 def write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
-    """Writes a value into its own file. The value must not share objects with other values."""
+    """Writes a value into a file of its own. The value must not share objects with other values."""
     with GraphWriter(folder, name) as graph:
         graph.add(name, value, remedy)
 
@@ -182,7 +183,7 @@ def read_part(folder: Path, name: str) -> Any:
 
 
 def write_task(graph: GraphWriter, model: Model, options: JobOptions) -> None:
-    """Writes the model and the options, without keys and data."""
+    """Writes the model and the options, without secret keys and without data."""
     of_functions = "use a function or class that is defined at the top level of a module"
     validation = options.validation and replace(options.validation, data=())
     without_secret = replace(options, links=replace(options.links, keys=None), validation=validation)
@@ -196,8 +197,8 @@ def write_task(graph: GraphWriter, model: Model, options: JobOptions) -> None:
 
 
 def write_validation_data(graph: GraphWriter, folder: Path, validation: Validation | None) -> bool:
-    """Writes the validation data, or a ForwardedValidation if the data cannot be sent. Returns whether the
-    caller must then read the data and forward the minibatches."""
+    """Writes the validation data. If they cannot be sent, writes a ForwardedValidation instead and returns
+    True: the caller must then read the data and forward the minibatches."""
     data = () if validation is None else without_processes(validation.data)
     if graph.may_add(data):
         return False
@@ -221,7 +222,7 @@ def read_validation_data(graph: GraphReader, rank: int) -> Any:
 
 
 def write_batch(path: Path, batch: Any) -> None:
-    """Writes a minibatch for another process. The file gets its final name only when it is complete."""
+    """Writes a minibatch for another process. The file gets its final name when it is complete."""
     content = io.BytesIO()
     HostPickler(content, None).dump(batch)
     part = path.with_suffix(".part")
@@ -232,37 +233,37 @@ def write_batch(path: Path, batch: Any) -> None:
 def write_data(
     graph: GraphWriter, folder: Path, data: Iterable[Any], options: JobOptions
 ) -> ForwardedData | None:
-    """Writes the data for the workers. If the data cannot be sent, writes and returns a ForwardedData: the
-    caller must then forward the minibatches."""
+    """Writes the data for the workers and returns None. If the data cannot be sent, writes and returns a
+    ForwardedData instead: the caller must then forward the minibatches."""
     if graph.add_data(without_processes(data)):
         return None
     options.seed_data(base_seed(options.seed))
     begin = RngState.capture()
     forwarded = describe_forwarded(data, options.plan, options.epochs, options.microbatches)
     if not isinstance(data, PeekedData):
-        begin.restore()  # the data will be iterated from the start again
+        begin.restore()  # the run will iterate the data from the start again
     write_part(folder, _FORWARDED, forwarded, "")
     return forwarded
 
 
 def read_data(graph: GraphReader, folder: Path) -> Any:
-    """Returns the data, or the ForwardedData that the caller wrote instead."""
+    """Returns the data; if the caller forwards them, the ForwardedData."""
     if (folder / f"{_FORWARDED}.pickle").exists():
         return read_part(folder, _FORWARDED)
     return graph.read("data")
 
 
 def write_larger(folder: Path, segment_index: int, forwarded: ForwardedData) -> None:
-    """Writes the forwarded data of the run's next segment (segment.py). Call it before the workers are told
-    that the current segment ends, because they then look for this file."""
+    """Writes the description of the forwarded data of the run's next segment (segment.py). Call it before the
+    workers hear that the current segment ends, because they then look for this file."""
     content = io.BytesIO()
     HostPickler(content, None).dump(forwarded)
     (folder / _larger_name(segment_index)).write_bytes(content.getvalue())
 
 
 def read_larger(folder: Path | None, segment_index: int) -> ForwardedData | None:
-    """Returns the data of a segment. Call it after the end of the segment before has been announced. None
-    means that the data are over, so there is no such segment."""
+    """Returns the description of the forwarded data of a segment; None if the data are over, so that there is
+    no such segment. Call it after the workers have heard that the previous segment ends."""
     path = None if folder is None else folder / _larger_name(segment_index)
     if path is None or not path.exists():
         return None

@@ -5,7 +5,7 @@ worker that has a stage writes the stage's file.
     model-00002-of-00002.safetensors      stage 1
     model.safetensors.index.json          the file of each tensor, as in Hugging Face's checkpoints
 
-Replicas differ only in their buffers. Each further replica of a stage writes its own buffers. The stage's
+Replicas differ only in their buffers, so each further replica of a stage writes only its buffers. The stage's
 buffers are the means over all replicas, and get a separate file in the user's folder. A file is called *.part
 until it is complete. The user's files keep that name until all of them are complete. Runs on the worker's
 compute thread, and on the caller's thread.
@@ -70,7 +70,7 @@ _PART = ".part"
 
 
 def check_room(model: Model, folder: str) -> None:
-    """Raises ValueError if the folder has no room for the trained weights."""
+    """Raises ValueError if the folder has no room for the trained weights. folder: the user's `save`."""
     place = Path(folder)
     while not place.exists():
         place = place.parent
@@ -87,7 +87,7 @@ def check_room(model: Model, folder: str) -> None:
 
 def reserve_room(stages: Iterable[StageModule], plan: Plan, folder: Path) -> None:
     """Reserves room before a run, so that the workers can write the trained weights even if the disk gets
-    full. In a folder in host memory the room is only checked, because reserved room would be missing in the
+    full. In a folder in host memory the room is only checked, because reserved memory would be missing in the
     run."""
     files = [
         (stage.stage_index, replica, state_bytes(stage, only_buffers=replica > 0))
@@ -117,8 +117,8 @@ def reserve_room(stages: Iterable[StageModule], plan: Plan, folder: Path) -> Non
 
 
 def _is_in_memory(folder: Path) -> bool:
-    """Whether files in the folder use host memory, judged by the type of the file system. False if the type
-    is unknown."""
+    """Whether files in the folder use host memory. The type of the file system decides. False if the type is
+    unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
@@ -130,8 +130,8 @@ def _is_in_memory(folder: Path) -> bool:
 
 
 def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
-    """Writes the weights of this worker's stages. persistent: writes files for the user, which contain only
-    the tensors of a state_dict. finish_weights() finishes these files when all workers have written them."""
+    """Writes the weights of this worker's stages. persistent: whether the files are the user's. Such a file
+    has only the tensors of a state_dict. It keeps the name *.part until finish_weights()."""
     for stage in run.own_stages():
         replica = run.plan.replica_of(run.rank)
         names = stage.persistent_names() if persistent else None
@@ -143,21 +143,21 @@ def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
 
 
 def write_averages(folder: Path, rank: int, averages: Mapping[str, Tensor]) -> None:
-    """Writes a local worker's averages for the caller."""
+    """Writes the averages that a local worker has, for the caller."""
     with (folder / _averages_file(rank)).open("wb") as file:
         write_tensors(averages, file)
 
 
 def read_averages(stages: Sequence[StageModule], plan: Plan, folder: Path) -> dict[str, Tensor] | None:
-    """Reads, in the caller, the averages that all local workers have written; None if the run has no
-    averages."""
+    """Reads the averages that all local workers have written; None if the run has no averages. The caller of
+    the workers calls it."""
     paths = [folder / _averages_file(rank) for rank in range(plan.workers_used)]
     found = {name: value for path in paths if path.exists() for name, value in saved_values(path).items()}
     return whole_averages(stages, found) if found else None
 
 
 def whole_averages(stages: Sequence[StageModule], pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns copies of the averages. Pieces that replicas have averaged are joined to whole parameters."""
+    """Returns copies of the averages of whole parameters. Pieces from several replicas are joined."""
     named = [pair for stage in stages for pair in stage.trainable_parameters()]
     layouts = {name: [list(parameter.shape), list(parameter.stride())] for name, parameter in named}
     joined = join_pieces(pieces, {"layouts": layouts})
@@ -169,7 +169,7 @@ def _averages_file(rank: int) -> str:
 
 
 def write_loss_state(folder: Path, replica: int, state: dict[str, Tensor]) -> None:
-    """Writes the state of the loss for the caller of local workers. Workers of the last stage call it."""
+    """Writes the state of the loss for the caller. Local workers of the last stage call it."""
     write_part(folder, _loss_file(replica), state, "")
 
 
@@ -183,7 +183,7 @@ def _loss_file(replica: int) -> str:
 
 
 def are_complete(plan: Plan, folder: Path) -> bool:
-    """Whether all workers have saved their weights for the caller."""
+    """Whether all local workers have saved their weights for the caller."""
     return all(
         _file_of(folder, plan, stage, replica).exists()
         for stage in range(plan.num_stages)
@@ -192,7 +192,7 @@ def are_complete(plan: Plan, folder: Path) -> bool:
 
 
 def load_weights(stages: Iterable[StageModule], plan: Plan, folder: Path) -> None:
-    """Loads into the stages the weights that all workers have saved. If that fails, moves the files into a
+    """Loads the weights that all workers have saved into the stages. If that fails, moves the files into a
     new folder, and raises PipelineError that names this folder."""
     try:
         for stage in stages:
@@ -210,7 +210,7 @@ def load_weights(stages: Iterable[StageModule], plan: Plan, folder: Path) -> Non
 
 def keep_newest(run: AgreedRun) -> None:
     """Writes this worker's stages for the caller of local workers, after a failure. Every replica writes its
-    whole stages, because it may be the only one that is left."""
+    whole stages, because it may be the only replica that is left."""
     folder = run.place.folder
     assert folder is not None
     replica = run.plan.replica_of(run.rank)
@@ -224,13 +224,13 @@ def keep_newest(run: AgreedRun) -> None:
 
 
 def is_keeping(folder: Path) -> bool:
-    """Whether a worker is still at work in keep_newest()."""
+    """Whether any worker is still writing in keep_newest()."""
     return any(folder.glob(f"newest-*{_PART}"))
 
 
 def load_newest(stages: Iterable[StageModule], plan: Plan, folder: Path) -> list[int] | None:
-    """Loads the weights that workers have written after a failure. Returns the stages for which no file was
-    written. Returns None if there are no files at all; the model is then unchanged."""
+    """Loads the weights that keep_newest() has written. Returns the stages without a file. Returns None if
+    there are no files at all; the model is then unchanged."""
     missing: list[int] = []
     has_loaded = False
     for stage in stages:
@@ -247,8 +247,8 @@ def load_newest(stages: Iterable[StageModule], plan: Plan, folder: Path) -> list
 
 
 def finish_weights(plan: Plan, folder: Path) -> None:
-    """Finishes the user's files when all workers have written them. Writes the buffers' means and the index,
-    and renames the files. Rank 0 calls it."""
+    """Finishes the user's files: writes the means of the buffers and the index, and renames the files. Rank 0
+    calls it when all workers have written their files."""
     file_of: dict[str, str] = {}
     means: dict[str, Tensor] = {}
     for stage in range(plan.num_stages):
@@ -267,7 +267,7 @@ def finish_weights(plan: Plan, folder: Path) -> None:
     _part_of(folder / WEIGHT_INDEX).write_text(text, encoding="utf-8")
     for name in (*set(file_of.values()), WEIGHT_INDEX):
         _part_of(folder / name).replace(folder / name)
-    drop_weights(plan, folder)  # the files that other replicas have written
+    drop_weights(plan, folder)  # removes the files of buffers that other replicas have written
 
 
 def drop_weights(plan: Plan, folder: Path) -> None:
@@ -278,8 +278,8 @@ def drop_weights(plan: Plan, folder: Path) -> None:
 
 
 def move_weights(plan: Plan, folder: Path) -> Path | None:
-    """Moves the files of weights that are written but not finished into a new folder. Called if the weights
-    of some stages are missing, or if the files could not be renamed. Returns the folder; None if there are no
+    """Moves the files of weights that are written but not finished into a new folder. It is called if weights
+    of some stages are missing, or if files could not be renamed. Returns the folder; None if there are no
     such files."""
     written = [path for path in _unfinished(plan, folder) if path.exists()]
     if not written:
@@ -291,7 +291,8 @@ def move_weights(plan: Plan, folder: Path) -> Path | None:
 
 
 def keep_elsewhere(run: AgreedRun) -> str:
-    """Writes this worker's weights to a folder with enough room, and says where."""
+    """Writes this worker's weights into a new folder on a disk with enough room. Returns a text that says
+    where they are."""
     for place in (tempfile.gettempdir(), os.getcwd()):
         with contextlib.suppress(OSError):
             kept = Path(tempfile.mkdtemp(prefix="trained-weights-", dir=place))

@@ -63,9 +63,9 @@ __all__ = ["run_worker"]
 
 _log = logging.getLogger("pipedream")
 
-# Seconds that closing links wait between two segments. Nobody waits for data on these links any more. But a
-# process of a DataLoader may have inherited a socket. Until that process closes the socket, the peer
-# considers the link open.
+# Seconds for which closing links wait between two segments. Nobody waits for data on these links any more.
+# But a process of a DataLoader may have inherited a socket, and the peer considers the link open until that
+# process closes the socket.
 _LAST_WORDS_S = 1.0
 
 
@@ -78,13 +78,14 @@ def run_worker(
     steering: Steering | None = None,
     note_error: Callable[[Exception], None] = lambda error: None,
 ) -> RunResult:
-    """Runs this rank's part of the run. Returns the result of the whole run at every rank; only rank 0's
+    """Runs this rank's part of the run. Returns the result of the whole run at every rank. Only rank 0's
     result has the figures of the trace.
 
     steering: calls the callbacks, at rank 0 of torchrun.
+    note_error: called with the error if the run fails.
 
-    Afterwards `model` holds trained weights and buffers: of all stages at rank 0, and at the other ranks as
-    options.output.gather says. Before a failure is raised here, it is reported to the other workers and to
+    Afterwards `model` has trained weights and buffers: at rank 0 those of all stages, and at the other ranks
+    as options.output.gather says. Before a failure is raised here, it is reported to the other workers and to
     note_error. A local worker then also writes its trained weights for the caller."""
     worker = _Worker(place, steering)
     with afterwards(worker.close):
@@ -109,12 +110,12 @@ class _Worker:
         self._segment: Segment | None = None
         self._optimizers: WorkerOptimizers | None = None
         self._steered: Steered | None = None
-        self._losses_before: list[float] = []  # losses of the segments before
-        self._residuals: Residuals = {}  # residuals of the segment before
+        self._losses_before: list[float] = []  # losses of earlier segments
+        self._residuals: Residuals = {}  # residuals of the previous segment
         self._loss_state: LossState | None = None  # at the last stage
-        self._snapshots: dict[int, StageSnapshot] = {}  # by stage, until the pipeline has begun from them
-        self._parts_before: list[Any] = []  # the optimizers' states of another plan's stages
-        self._record: dict[str, list[Any]] = {}  # reports from before the checkpoint that it continues from
+        self._snapshots: dict[int, StageSnapshot] = {}  # by stage, until the pipeline has started from them
+        self._parts_before: list[Any] = []  # optimizer states of another plan's stages, from a checkpoint
+        self._record: dict[str, list[Any]] = {}  # reports from before the checkpoint of a continued run
         self._checkpointing: Checkpointing | None = None
 
     def close(self) -> None:
@@ -125,17 +126,17 @@ class _Worker:
             self._checkpointing.close()
 
     def losses(self) -> list[float]:
-        """Returns the losses of the minibatches that are done, as far as this worker knows."""
+        """Returns the losses of the finished minibatches that this worker knows."""
         before = [*self._record.get("losses", []), *self._losses_before]
         return [*before, *([] if self._segment is None else self._segment.losses)]
 
     def minibatch(self) -> int | None:
-        """The minibatch that this worker is working on, or None before its first minibatch."""
+        """Returns the minibatch that this worker is working on; None before its first minibatch."""
         return None if self._segment is None else self._segment.minibatch
 
     def keep_newest(self) -> None:
-        """Writes the newest versions for the caller of local workers after the run has failed, unless they
-        are the initial ones. Does nothing if there is no room, or if the device does not answer."""
+        """Writes the newest versions for the caller of local workers, after the run has failed. Does nothing
+        if no update was made, if there is no room, or if the device does not answer."""
         segment = self._segment
         if segment is None or segment.run.place.folder is None or segment.run.options.output.gather == "none":
             return
@@ -147,8 +148,8 @@ class _Worker:
         torch.set_num_threads(options.num_threads)
         _core.keep_freed_memory()
         rendezvous = self._place.rendezvous
-        # The device is chosen before join(): making a CUDA context holds the GIL, so no sign of life could be
-        # sent meanwhile.
+        # The device is chosen before join(). Making a CUDA context holds the GIL, so this process could not
+        # send signs of life meanwhile.
         is_spare = options.plan.spare_stage_of(self._place.rank) is not None
         device = torch.device("cpu") if is_spare else choose_device(self._place.local_rank)
         rendezvous.join(options.links.peer_timeout_s)
@@ -186,7 +187,8 @@ class _Worker:
                 raise_failure(*failure.args)
 
     def _interrupts_stop(self) -> AbstractContextManager[None]:
-        """Makes interrupts stop the run early if this worker has no caller that handles them."""
+        """Makes an interrupt end the run early with a result. A local worker does nothing, because its caller
+        handles interrupts."""
         order = self._place.stop_order
         if self._place.board is not None:
             return contextlib.nullcontext()
@@ -202,7 +204,7 @@ class _Worker:
         source: MinibatchSource,
         part: OwnPart,
     ) -> RunResult:
-        """Trains segment after segment."""
+        """Trains one segment after another, and gathers the result."""
         reports: list[dict[str, Any]] = []
         drained_at: list[int] = []
         self._segment = segment = self._open(run, device, rehearsed, source)
@@ -282,7 +284,7 @@ class _Worker:
         return segment
 
     def _leave(self, segment: Segment, following: Following) -> None:
-        """Ends a segment. Afterwards nothing lies in the segment's pool, and its links are closed."""
+        """Ends a segment. Afterwards its pool holds nothing that is still used, and its links are closed."""
         rendezvous = segment.run.place.rendezvous
         if segment.run.place.board is not None:
             segment.run.place.board.write(segment.run.rank, following.minibatch)
@@ -300,13 +302,13 @@ class _Worker:
 
 @contextlib.contextmanager
 def _told_for(following: Following) -> Iterator[None]:
-    """Adds to an error in the block that memory was being planned again, and for which minibatch."""
+    """Adds to an error in the with block for which minibatch memory was planned again."""
     what = (
         f"minibatch {following.minibatch} is larger than planned ({following.shapes}), and there is no plan"
     )
     try:
         yield
     except ValueError as error:
-        if str(error).startswith(what):  # another worker has said it
+        if str(error).startswith(what):  # the error comes from another worker, which has added the text
             raise
         raise ValueError(f"{what} for it: {error}") from error

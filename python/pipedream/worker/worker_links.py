@@ -1,7 +1,8 @@
-"""Opens and closes the links of one worker. They belong to a core, which sends signs of life (the pulse).
+"""Opens and closes the links of one worker. The links belong to a core, which sends signs of life (Pulse).
 
-A worker has two cores, one after the other. The first core carries the initial weights and the rehearsal,
-whose channels are known at once. The second core carries the training. Runs on the worker's compute thread.
+A worker has a core for the set-up and another core for each segment of the training (segment.py). The core of
+the set-up carries the initial weights and the rehearsal, whose channels are known at once. Runs on the
+worker's compute thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["WorkerLinks", "no_word"]
 _OPEN_POLL_S = 0.5
 _LOOK_PERIOD_S = 0.02
 _LINGER_S = 10.0
-_FAREWELL_S = 1.0  # how long a failed worker tries to tell the others why
+_FAREWELL_S = 1.0  # seconds for which a failed worker tries to tell the others why it failed
 
 
 def no_word(keys: list[str]) -> str:
@@ -38,7 +39,7 @@ def no_word(keys: list[str]) -> str:
 
 
 class WorkerLinks:
-    """The current core of a worker. The rendezvous is used to open the core's channels, and to explain
+    """The current core of a worker, and its links. The rendezvous opens the core's channels, and explains
     failures."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -48,7 +49,7 @@ class WorkerLinks:
         self._peer_timeout_s = 0.0
 
     def make_core(self, run: LinkedRun, device: torch.device) -> _core.Worker:
-        """Makes the core and its pulse. Both live until close()."""
+        """Makes the core and its pulse. Both exist until close()."""
         on_cuda = device.type == "cuda"
         self._peer_timeout_s = run.links.peer_timeout_s
         core = self._core = _core.Worker(
@@ -64,8 +65,8 @@ class WorkerLinks:
         return core
 
     def check_ports(self, run: LinkedRun, *phases: Sequence[RunChannel]) -> None:
-        """Raises ValueError if the user's range of ports is too small for the channels of one of these
-        phases."""
+        """Raises ValueError if the user's range of ports is too small. Each of the phases lists the channels
+        that are open at the same time."""
         here = run.place.ranks_of_machine
         num_needed = max(sum(channel.receiver in here for channel in phase) for phase in phases)
         check_ports(run.links.ports, num_needed, len(here))
@@ -78,12 +79,12 @@ class WorkerLinks:
         told: Callable[[RunChannel], bool],
         key: Callable[[str], str],
     ) -> list[RunChannel]:
-        """Finds out, with the other ranks, which devices of one host can access each other's memory. Marks
-        the channels between such devices, which need no staging buffers. Returns all channels.
+        """Finds out with the other ranks which devices of one host can access each other's memory. Marks the
+        channels between such devices, because they need no staging buffers. Returns all channels.
 
-        told: chooses the channels of this rank for which the log, or with transport="ipc" an error, says why
-            they do not go from device to device.
-        key: makes the key under which a name's value is in the rendezvous."""
+        told: chooses channels of this rank. If such a channel does not go from device to device, the log says
+            why. With transport="ipc" an error says so.
+        key: makes the key under which a value is in the rendezvous, from the value's name."""
         core, rank, on_host = self._core, run.place.rank, device.type != "cuda"
         if not run.links.places_on_devices:
             return [*channels]
@@ -106,7 +107,7 @@ class WorkerLinks:
         return place_on_devices(channels, reach)
 
     def connect(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
-        """Opens the links of the sealed core. key: where the ranks publish their endpoints."""
+        """Opens the links of the sealed core. key: the key under which the ranks publish their endpoints."""
         core, rank, links = self._core, run.place.rank, run.links
         assert core is not None
         check_descriptors(rank, sum(rank in (c.sender, c.receiver) for c in channels))
@@ -130,29 +131,29 @@ class WorkerLinks:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Explains failures of waits on links. A link knows only that its peer is silent or gone; this
-        finds out why."""
+        """Explains failures of waits on links inside the with block. A link knows only that its peer is
+        silent or gone. This function finds out why, and raises that error instead."""
         try:
             yield
         except _core.RunFailure as failure:
-            if failure.args[0] != "Aborted":  # an abort carries its reason; the store may not answer
+            if failure.args[0] != "Aborted":  # an abort has its reason with it
                 self._raise_if_others_failed()
             if failure.args[0] == "Timeout":
                 self._look_for_the_lost()
             raise
 
     def wait_until_sent(self) -> None:
-        """Waits until everything is sent. That may take long, because a worker downstream may still run the
-        backward of another stage."""
+        """Waits until everything is sent. That may take long, because a worker downstream may still run its
+        rehearsal."""
         assert self._core is not None
         while not self._core.wait_for_transfers(_OPEN_POLL_S):
             self._raise_if_others_failed()
             time.sleep(_LOOK_PERIOD_S)  # after a failure the call above does not wait
 
     def say_why(self, text: str) -> None:
-        """Tells the other workers why this worker failed, as far as possible. The links are used before the
-        store. The store may not answer until the peer timeout, and until then workers beyond a lost worker
-        would learn nothing."""
+        """Tells the other workers why this worker failed, as far as possible. First uses the links. The
+        rendezvous may not answer until the peer timeout, and workers that do not hear of the failure would
+        wait as long."""
         core = self._core
         if core is not None:
             with contextlib.suppress(Exception):
@@ -164,7 +165,7 @@ class WorkerLinks:
                 core.close(_FAREWELL_S)
 
     def close(self, linger_s: float = _LINGER_S) -> None:
-        """Closes the links. linger_s: seconds to wait for unsent data, and for the peers' last message."""
+        """Closes the links. linger_s: seconds to wait for unsent data and for the peers' last message."""
         if self._core is not None:
             self._core.close(linger_s)
             self._core = None
@@ -174,7 +175,7 @@ class WorkerLinks:
 
     def _check_peers(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
         """Checks that this worker and its peers may talk, and that they share memory if they must. Returns
-        when all peers have also checked. So all workers report a mistake at once, with the same error."""
+        when all peers have checked, too. So all workers report a mistake at once, with the same error."""
         rank, links = run.place.rank, run.links
         if not links.checks_peers:
             return
@@ -191,10 +192,10 @@ class WorkerLinks:
         wait_for(self._rendezvous, [f"{key}/checked/{peer}" for peer in peers], no_word)
 
     def _look_for_the_lost(self) -> None:
-        """Waits a little for the rendezvous to say which rank is lost. A peer whose link is silent also sends
-        no signs of life to the rendezvous, but the rendezvous notices that later."""
+        """Waits a little for the rendezvous to say which rank is lost. A peer whose link is silent also stops
+        sending signs of life to the rendezvous, but the rendezvous notices that later than the link."""
         deadline_s = time.monotonic() + 3 * sign_period_s(self._peer_timeout_s)
-        # The loop polls, because missing signs of life are not a key for which the store could wait.
+        # The loop polls, because the store cannot wait for signs of life that do not come.
         while time.monotonic() < deadline_s:
             self._raise_if_others_failed()
             time.sleep(_LOOK_PERIOD_S)

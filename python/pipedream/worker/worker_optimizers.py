@@ -1,6 +1,6 @@
-"""Makes the optimizers of one worker's stages. With replicas, this module decides which pieces of a stage's
-parameters each replica updates. With tied parameters, it decides which pieces each replica sends. Runs on the
-worker's compute thread, before the pool is sealed.
+"""Makes the optimizers of one worker's stages. If a stage has replicas, this module decides which pieces of
+the parameters each replica updates. For tied parameters it decides which pieces each replica sends. Runs on
+the worker's compute thread, before the pool is sealed.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class WorkerOptimizers:
     """The optimizers of this worker's stages, by stage. A spare has the optimizer of the one stage whose
     shard it owns. For a stage with replicas, a layout says which parameters each owner of a shard updates.
 
-    Make it when the stages have rank 0's initial weights."""
+    Construct it when the stages have rank 0's initial weights."""
 
     def __init__(self, run: AgreedRun, choice: FactorChoice) -> None:
         """choice: the layers whose gradients are pushed as factors."""
         self.by_stage: dict[int, StageOptimizer] = {}
         self.layouts: dict[int, ShardLayout] = {}
-        """Layouts of the shards, by stage: of this worker's stages, and of stages that own a tied parameter
-        which this worker's stages use."""
+        """Layouts of the shards, by stage. There are layouts for this worker's stages with shards, and for
+        stages with shards that own a tied parameter which this worker's stages use."""
         self.factored: dict[int, list[FactorLayer]] = {}
-        """Layers whose gradients are pushed as factors, for the same stages as `layouts`."""
+        """By stage, the layers whose gradients are pushed as factors. It has the same stages as `layouts`."""
         self.loss_scaling: dict[int, LossScaling] = {}
-        """Loss scaling by stage. Empty unless autocast is float16."""
+        """By stage, the loss scaling. Empty unless autocast is float16."""
         self._run = run
         self._choice = choice
         delays = mean_delays(run.schedule())
@@ -79,10 +79,10 @@ class WorkerOptimizers:
                 optimizer.keep(layout.pieces_of(run.plan.replica_of(run.rank)))
                 told = _describe(layout, optimizer, codec_of_pushes(run.options.links.codec))
                 told += choice.describe(index, self.factored[index])
-                if optimizer.optimizer is not None:  # else nothing is trained here
+                if optimizer.optimizer is not None:  # otherwise nothing is trained here
                     _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
-            # draw_by_name() makes each step seed the process's generators. Asynchronous shards step on
-            # another thread, which must not seed them: data and forwards draw from them on the compute
+            # draw_by_name() makes each step seed the process's generators. Asynchronous shards step on a
+            # second thread, which must not seed them, because data and forwards draw from them on the compute
             # thread.
             if run.plan.workers_used > 1 and not run.options.is_asynchronous_at(index):
                 optimizer.draw_by_name(run.base_seed, index)
@@ -95,7 +95,7 @@ class WorkerOptimizers:
         self._learn_layouts_of_owners()
 
     def _used_parameters(self, stage: int) -> dict[int, NamedParameters]:
-        """Returns the tied parameters that the stage uses and another stage owns, by owner."""
+        """Returns, by owner, the tied parameters that the stage uses and another stage owns."""
         return {
             owner: split_tied(self._run.stages[stage], [tie.parameter for tie in ties])[1]
             for owner, ties in ties_by_owner(stage, self._run.ties).items()
@@ -103,9 +103,9 @@ class WorkerOptimizers:
         }
 
     def averages(self) -> dict[str, Tensor]:
-        """Returns the averages of the weights that this worker updates, by name. The caller joins the
-        averages of all workers. Replicas that use an all-reduce have the same averages, so only replica 0
-        returns them."""
+        """Returns by name the averages of the weights that this worker updates. The caller joins the averages
+        of all workers. Replicas that use an all-reduce have equal averages, so only replica 0 returns
+        them."""
         if (
             self._run.options.reduces_together
             and self.by_stage
@@ -120,7 +120,7 @@ class WorkerOptimizers:
         }
 
     def go_on_with_averages(self, whole: Mapping[str, Tensor], count: int) -> None:
-        """Loads averages of the whole model. count: the number of versions in the averages."""
+        """Loads averages of the whole model, by name. count: the number of versions in the averages."""
         for stage, optimizer in self.by_stage.items():
             if optimizer.averages is not None:
                 laid_out = {
@@ -147,8 +147,8 @@ class WorkerOptimizers:
         return layout
 
     def _learn_layouts_of_owners(self) -> None:
-        """Makes the layouts of other workers' stages that own tied parameters. Only those workers know
-        whether their optimizer needs whole tensors, so they publish that."""
+        """Makes the layouts of stages of other workers that own tied parameters of this worker's stages. Only
+        those workers know whether their optimizers need whole tensors, so they publish it."""
         used = {owner for stage in self.by_stage for owner in ties_by_owner(stage, self._run.ties)}
         owners = [
             owner for owner in sorted(used - self.by_stage.keys()) if self._run.options.has_shards_at(owner)
@@ -159,31 +159,31 @@ class WorkerOptimizers:
             self.layouts[owner] = self._layout_of(owner, whole_tensors=whole)
 
     def plan_again(self, run: AgreedRun, device: torch.device, footprints: Mapping[int, Footprint]) -> None:
-        """Plans again for larger minibatches, as rehearsed. The layers that are pushed as factors stay the
-        same, and get more rows."""
+        """Plans again for larger minibatches. footprints: the new rehearsal's measurements. The layers whose
+        gradients are pushed as factors stay the same, and get more rows."""
         for stage, layers in self.factored.items():
             if stage in self.by_stage:
                 self.factored[stage] = self._choice.enlarged(run, device, footprints, stage, layers)
 
     def go_on(self, stage: int, snapshot: StageSnapshot) -> None:
-        """Loads the state from a snapshot of the stage. Must run before the state gets slots in a pool.
-        Raises ValueError for the snapshot of another optimizer."""
+        """Loads the optimizer's state from a snapshot of the stage. Call it before the state gets slots in a
+        pool. Raises ValueError if the snapshot has the state of another optimizer."""
         tensors = {**snapshot.optimizer, **snapshot.document_tensors}
         self.by_stage[stage].go_on(tensors, snapshot.optimizer_document)
         if stage in self.loss_scaling:
             self.loss_scaling[stage].go_on(snapshot.document["loss_scaling"])
 
     def leave_slots(self) -> None:
-        """Moves the optimizers' state out of the pool before the pool is freed. Later it is moved into the
-        next pool."""
+        """Moves the optimizers' state out of the pool. Call it before the pool is freed. StagePool moves the
+        state into the next pool."""
         for optimizer in self.by_stage.values():
             optimizer.leave_slots()
             if optimizer.averages is not None:
                 optimizer.averages.leave_slot()
 
     def tied_pieces(self, stage: int) -> dict[int, list[list[Piece]]]:
-        """Returns the pieces of the stage's tied parameters, by owning stage and by the shard that they
-        belong to. Piece.parameter is an index into the parameters that the stage shares with that owner."""
+        """Returns the pieces of the stage's tied parameters by owner stage, and then by shard.
+        Piece.parameter is an index into the parameters that the stage shares with that owner."""
         found = {}
         for owner, of_stage in ties_by_owner(stage, self._run.ties).items():
             layout = self.layouts.get(owner)
@@ -206,8 +206,8 @@ class WorkerOptimizers:
         return next(index for index, other in enumerate(owned) if other is tie)
 
     def tie_specs(self) -> list[TieSpec]:
-        """Returns a spec for each tie of the run. A spec has pieces only if this worker has the layout of the
-        tie's owner."""
+        """Returns a spec for each tie of the run. The spec has pieces only if this worker has the layout of
+        the tie's owner."""
         specs = []
         for tie in self._run.ties:
             owner = tie.stages[0]
@@ -227,7 +227,7 @@ class WorkerOptimizers:
         return specs
 
     def shards(self) -> dict[tuple[int, int], ShardSpec]:
-        """Returns the shards of this worker's stages, by (stage, index of the owner)."""
+        """Returns the specs of the shards of this worker's stages, by (stage, shard)."""
         return {
             (stage, shard): ShardSpec(
                 len(chunks),
@@ -245,8 +245,7 @@ class WorkerOptimizers:
 
 
 def _check_spares(stage: int, layout: ShardLayout, num_spares: int) -> None:
-    """Raises ValueError if a spare would own no part of the stage, because it would then have nothing to
-    do."""
+    """Raises ValueError if a spare would own no part of the stage, because it would have nothing to do."""
     shards = range(layout.num_shards - num_spares, layout.num_shards)
     num_with_chunks = sum(bool(layout.chunks_of(shard)) for shard in shards)
     if num_with_chunks < num_spares:
@@ -258,7 +257,8 @@ def _check_spares(stage: int, layout: ShardLayout, num_spares: int) -> None:
 
 
 def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:
-    """Raises ValueError if the optimizer needs sparse gradients, but replicas exchange dense gradients."""
+    """Raises ValueError if the optimizer needs sparse gradients, because replicas exchange dense
+    gradients."""
     num_replicas = run.plan.stages[stage].num_replicas
     if (
         num_replicas > 1
@@ -270,8 +270,8 @@ def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None
 
 
 def _check_local_steps(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:
-    """Raises ValueError if replicas that average their weights keep float32 masters. Only the weights are
-    averaged, so each replica would continue with its own masters."""
+    """Raises ValueError if replicas that take the mean of their weights keep float32 masters. The mean is
+    taken of the weights only, so each replica would continue with its own masters."""
     if optimizer.keeps_masters and run.plan.stages[stage].num_replicas > 1:
         said = f"stage {stage} has bfloat16 parameters whose optimizer keeps float32 masters"
         check_together(replace(run.options.job(), float32_masters=said).traits())
