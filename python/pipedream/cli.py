@@ -53,7 +53,7 @@ __all__ = ["app", "main"]
 
 _USER_ERROR_STATUS = 2
 _FAILURE_STATUS = 1
-_INTERRUPTED_STATUS = 130  # as a shell reports SIGINT
+_INTERRUPTED_STATUS = 130  # the status with which a shell reports SIGINT
 
 # `run` without a plan profiles the model first. Profiling for 10 s gives steady figures, and is short
 # compared with a training.

@@ -27,7 +27,9 @@ def compared(name: str = "", said: Callable[[Any], Any] | None = None) -> dict[s
 
 
 def given(value: Any) -> str | None:
-    """Converts a field's value for compared(), if only matters whether the field is None or not."""
+    """Returns "given" for any value but None. Use it as `said` if ranks must only agree whether a value is
+    given.
+    """
     return None if value is None else "given"
 
 

@@ -52,7 +52,7 @@ def seconds_bar(doing: str, seconds: float) -> Iterator[Callable[[], None]]:
 
 
 class TimedProgress(Progress):
-    """Fills the bars of started tasks by elapsed time, without being called."""
+    """Fills the bars of started tasks by the time that has passed. Nobody needs to call advance()."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for task in self.tasks:

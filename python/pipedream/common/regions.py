@@ -1,5 +1,5 @@
-"""A region is a function that makes a context, such as the profiler's record_function, around a part of a
-stage's work, such as one forward. The region is called anew for each part.
+"""A region is a function that makes a context, such as torch.autocast, around a part of a stage's work, such
+as one forward. The region is called anew for each part.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.s
 _LIBRARY_FOLDERS = tuple(
     sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-# Torch's own files. The first four have frames around every forward. The last has frames around every
-# operation while a dispatch mode counts the bytes of tensors.
+# Torch's own files. Some have frames around every forward, the others around every operation while a dispatch
+# mode counts the bytes of tensors.
 _CALLS = tuple(
     os.path.join("torch", *path)
     for path in (

@@ -153,7 +153,7 @@ def enlarge_forwarded(
 
 def _boundaries_of(inputs: Any, targets: Any, num_microbatches: int) -> tuple[Boundary, Boundary]:
     """Returns the boundaries of inputs and targets. If the inputs or targets are Microbatches, there is room
-    for as many as the run has, each as large as the first.
+    for as many microbatches as the run has, each as large as the first.
     """
     if isinstance(inputs, Microbatches):
         inputs, targets = (

@@ -175,11 +175,11 @@ def epochs_of(
 
 
 def epochs_told(data: Iterable[Any], epochs: Iterable[int]) -> Iterator[int]:
-    """Yields the epochs. First it calls set_epoch() of the data, their samplers and their dataset, as a plain
-    loop would. Without this call, torch's DistributedSampler gives every epoch the same order.
+    """Yields the epochs. Before each epoch but epoch 0, it calls set_epoch() of the data, their samplers and
+    their dataset, as a plain loop would. Without these calls, torch's DistributedSampler gives every epoch
+    the same order.
 
-    An epoch is counted from the `epoch` that the object has when the run begins. That one is set again at the
-    end.
+    The `epoch` that an object has when the run begins counts as epoch 0. It is set again at the end.
     """
     told = [(each, getattr(each, "epoch", None)) for each in takes_epochs(data)]
     has_told = False
@@ -268,7 +268,7 @@ class _EpochStart(NamedTuple):
 
 
 class DataStream:
-    """This worker's own iteration of the user's data."""
+    """Iterates the user's data in this worker, through all epochs."""
 
     def __init__(
         self,

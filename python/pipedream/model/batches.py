@@ -99,7 +99,7 @@ def _call_by_name(model: nn.Module, inputs: Keywords) -> Any:
 
 
 def _why_not_bound(model: nn.Module, inputs: Keywords) -> str:
-    """Returns why the model's forward does not accept these arguments. Returns "" if it accepts them, so that
+    """Returns why the model's forward does not accept these arguments. Returns "" if it accepts them: then
     the error came from inside the forward.
     """
     try:

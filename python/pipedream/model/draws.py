@@ -102,7 +102,9 @@ def sites_of_trace(trace: Trace, model: nn.Module) -> DrawSites:
     position_of = {tick: number << _NEXT_BITS for number, tick in enumerate(events, 1)}
 
     def goes_on(end: int) -> bool:
-        """Whether the next draw after this tick belongs to a call that began before the tick."""
+        """Whether the next draw after this tick (a time in the trace) belongs to a call that began
+        before it.
+        """
         after = bisect.bisect(ticks, end)
         return after < len(draws) and (draws[after].call == ROOT or calls[draws[after].call].begin < end)
 

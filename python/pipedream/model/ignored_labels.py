@@ -6,7 +6,7 @@ weight must then be the number of its remaining labels, not of its samples.
              microbatch with changed labels
 
 The test computes the loss f of one microbatch with only the labels of samples A, with only those of samples
-B, and with both:
+B, and with both. |A| is the number of labels of A:
 
     mean over labels             f(A + B) = (|A| f(A) + |B| f(B)) / (|A| + |B|)
     mean over all positions      f(A + B) = f(A) + f(B)

@@ -116,7 +116,7 @@ def _check_not_scripted(layer: nn.Module, prefix: str) -> None:
 
 
 def _children(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    # Reads the table itself, because named_children() drops the second use of a layer.
+    # The table itself is read, because named_children() drops the second use of a layer.
     return model._modules.items()
 
 

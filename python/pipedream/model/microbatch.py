@@ -55,17 +55,18 @@ def _are_samples(targets: Sequence[Any], inputs: Any) -> bool:
     kinds = {type(entry) for entry in targets}
     if len(kinds) != 1 or not issubclass(kinds.pop(), (dict, torch.Tensor)) or hasattr(targets, "_fields"):
         return False
-    # The entries of a list of dicts or tensors may be samples, or fields over all samples. Fields have equal
-    # sizes in dimension 0, samples may differ. If the targets are a tuple, the inputs are not compared,
-    # because they may have fields of other sizes, such as a graph's edges.
+    # The entries of a list of dicts or tensors may be samples, or fields, such as (images, masks), which are
+    # tensors over all samples. Fields have equal sizes in dimension 0, and samples may differ. If the targets
+    # are a tuple, the inputs are not compared, because they may have fields of other sizes, such as a graph's
+    # edges.
     is_pair = isinstance(inputs, (list, tuple)) and len(inputs) == len(targets)
     compared = targets if isinstance(targets, tuple) else (targets, inputs)
     return is_pair and len({tensor.shape[:1] for tensor in tensors_of(compared)} - {(1,)}) > 1
 
 
 def _has_entries_of_samples(sequence: Sequence[Any]) -> bool:
-    """Whether each entry must belong to one sample, because the entries are texts, or numbers or similar
-    values in a list.
+    """Whether each entry must belong to one sample, because all entries are texts. In a list they may also be
+    numbers or other constants.
     """
     kinds = {type(entry) for entry in sequence}
     if isinstance(sequence, list):
@@ -112,7 +113,7 @@ def _is_of_samples(value: Any, num_samples: int) -> bool:
 
 def batch_size_of(inputs: Any, targets: Any) -> int | None:
     """Returns the number of samples of a minibatch, for a profile: at least 1; None if it is unknown. If the
-    samples of the inputs are joined (words of bags, nodes of graphs), the number comes from the targets.
+    inputs join their samples, as a batch of graphs joins all nodes, the number comes from the targets.
     """
     num_samples = samples_of(inputs, targets)
     return None if num_samples is None else max(1, num_samples)
@@ -273,8 +274,8 @@ def counts_of(weight_fn: Callable[[Any], Any], pieces: Sequence[Any], minibatch:
 
 
 def _check_constants(value: Any, name: str, minibatch: int | str) -> None:
-    # Refuses an object whose tensors map_tensors() does not reach: every microbatch would get the object with
-    # all of its samples.
+    # An object is refused if map_tensors() does not reach its tensors, because every microbatch would get the
+    # object with all of its samples.
     if isinstance(value, dict):
         items = list(value.values())
     elif isinstance(value, (tuple, list)):

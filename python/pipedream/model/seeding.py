@@ -74,7 +74,7 @@ def base_seed(seed: int | None) -> int:
 
 
 def draws_seed(base: int) -> int:
-    """Returns the 63-bit seed for a model's draws in its forwards; the same on every machine and version."""
+    """Returns the 63-bit seed for a model's draws in its forwards. It depends on `base` alone."""
     return _mix(b"draws", str(base).encode())
 
 

@@ -31,7 +31,8 @@ _NATIVE_DEVICES = {"cpu": "host", "cuda": "cuda"}
 _add_param_group = unmarked_until_compiling(torch.optim.Optimizer.add_param_group)
 
 Group = dict[str, Any]
-Row = tuple[int, ...]  # a tensor for the core's steps: number of elements, then addresses
+# A parameter, as the core's steps take it: number of elements, then addresses of tensors.
+Row = tuple[int, ...]
 # Numbers from a parameter's earlier steps that its next step needs, such as the count.
 Past = tuple[float, ...]
 
@@ -217,10 +218,8 @@ class NativeOptimizer(torch.optim.Optimizer):
                 )
 
     def _dense(self, source: Tensor, gradient: Tensor | None) -> Tensor:
-        """Returns the gradient with its elements in the order of the weight's memory. Both orders
-        may differ, for example if the weight is channels_last.
-
-        Raises TypeError for a weight or a gradient that the core does not accept.
+        """Returns the gradient in the layout that the weight has in memory, for example channels_last. Raises
+        TypeError for a weight or a gradient that the core does not accept.
         """
         assert gradient is not None
         name = type(self).__name__

@@ -249,8 +249,8 @@ class Profile:
         return min(of_layer[-1].num_microbatches if of_layer else 1 for of_layer in times)
 
     def microbatch_counts(self, most: int = COUNTED_MAX) -> list[int]:
-        """Returns the numbers of microbatches to choose among. If the profiler timed the model with as many
-        microbatches as it tries, the numbers go up to `most`, even if `most` is larger.
+        """Returns the numbers of microbatches to choose among. They go up to `most`, and at least up to
+        COUNTED_MAX. But if the model failed with one of these numbers when it was timed, they end below it.
         """
         counts, timed = microbatch_counts(self.batch_size), self.microbatches_timed
         if timed is not None and timed < counts[-1]:

@@ -110,8 +110,9 @@ def partition(
     speeds: the speed of each worker, by rank. A worker of speed 2 takes half the profile's time.
     boundaries, replicas: fix the last layer of every stage but the last one, and the replicas of each stage.
 
-    hides_links: whether the plan keeps more minibatches in flight than usual, if this hides slow links: the
-        simulator must show a gain of 5 % or more. Applies to schedule "pipedream", unless memory is limited.
+    hides_links: whether the plan keeps more minibatches in flight than Plan.in_flight has by default, if this
+        hides slow links: the simulator must show a gain of 5 % or more. Applies to schedule "pipedream",
+        unless memory is limited.
     spare_workers: additional workers, such as hosts without a GPU, that may serve as spare shards of
         replicated stages (docs/parameter-server.md). The plan uses as many as make it faster by the paper's
         formulas and by simulation. If it uses none, it says why. Needs cost_model="paper", schedule

@@ -239,8 +239,8 @@ class Plan:
 
         apart: plans memory for minibatches as large as one of the given ones, or between two of them. Use it
         if minibatches have few long texts or many short ones: the memory need not suffice for many long
-        texts. The shapes from the profile are dropped. If there are more than 16 kinds of shapes, the two
-        kinds whose common size is smallest become one.
+        texts. The shapes from the profile are dropped. If there are more than 16 kinds of shapes, two similar
+        kinds are joined: the joined kind has the larger size in each dimension.
 
         Raises TypeError for a value that is no minibatch.
         """

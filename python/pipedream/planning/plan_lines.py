@@ -40,8 +40,8 @@ _SEARCH_FIELDS = ("plans", "formulas_ms", "found_ms")
 
 
 def describe_plan(plan: Plan) -> str:
-    """Returns a title, a table of the stages, and lines of figures. `predicted` comes from a file, so any
-    malformed figure in it is left out.
+    """Returns a title, a table of the stages, and lines of figures. Figures of `predicted` that are malformed
+    are left out, because they may come from a file.
     """
     table = format_table(_HEADINGS, [_row(plan, index) for index in range(plan.num_stages)], ">><>>>>>")
     return "\n".join([_title(plan), "", table, "", *_summary(plan)])

@@ -280,8 +280,8 @@ class PlanProblem:
         return bool(self._microbatch_choices(Plan(stages)))
 
     def has_room(self, stages: Stages) -> bool:
-        """Whether the stages fit into the workers' memory with schedule "pipedream". It is asked of plans
-        that are only compared with the chosen one, and their times are those of this schedule.
+        """Whether the stages fit into the workers' memory with schedule "pipedream". Used for the plans with
+        which the chosen plan is compared, because their times are also predicted for this schedule.
         """
         options = schedule_of(Plan(stages), "pipedream", self.microbatches or 1)
         return self.limits.have_room(stages, self.profile, options)

@@ -58,10 +58,11 @@ def predict_ms(
     steady_rounds: int = STEADY_ROUNDS,
     spreads: bool = True,
 ) -> float | None:
-    """Returns milliseconds per minibatch in the steady state. None: the plan has no figures.
+    """Returns the milliseconds per minibatch in the steady state. If the plan has stored no costs of its
+    stages, returns its bottleneck, which may be None.
 
     steady_rounds: number of minibatches of each replica, besides warm-up and cool-down. spreads: whether the
-    times of single items vary about their mean.
+    times of single items vary about their mean (item_cost.py).
     """
     from pipedream import _core
 

@@ -5,10 +5,10 @@ the machine that trains.
     update                    fixed + per byte of parameters (+ a copy, + what replicas exchange)
 
 m is the number of microbatches, and the sum of layers is their time for a whole minibatch. Each microbatch
-takes 1 / m of that time, and repeats a `share` of it. The first microbatch of a minibatch has a share of its
-own, because it meets a new version and no gradients. Times that were measured for some m take precedence over
-this line (item_cost.py). There are also the spread of items about their mean, and the cost of waking after a
-wait.
+repeats a `share` of that time. The rest is divided evenly among the m microbatches. The first microbatch of a
+minibatch has a share of its own, because it meets a new version and no gradients. Times that were measured
+for some m take precedence over this line (item_cost.py). There are also the spread of items about their mean,
+and the cost of waking after a wait.
 
 `pipedream.calibrate` measures these figures by short runs. A profile's file stores them as `runtime`. The
 values never change once built; any thread; needs no torch.

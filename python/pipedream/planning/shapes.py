@@ -182,8 +182,8 @@ def _with_kind(kinds: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
 
 
 def _smallest_together(pairs: Iterable[tuple[Shapes, Shapes]]) -> tuple[Shapes, Shapes] | None:
-    """Returns the pair of kinds whose larger sizes have the fewest elements. Pairs are left out whose larger
-    sizes do not cover both kinds.
+    """Returns the two kinds that are best joined: the joined kind, which has the larger size in each
+    dimension, has the fewest elements. Pairs are left out whose joined kind does not cover both.
     """
     can_be = [pair for pair in pairs if all(cover([larger_of(*pair)], kind) for kind in pair)]
     return min(can_be, key=lambda pair: _num_elements(larger_of(*pair)), default=None)

@@ -201,7 +201,7 @@ def ms_per_minibatch(simulation: Simulation) -> float:
 
 @dataclass(frozen=True)
 class SharedHost:
-    """The machines of a run. Each one has num_workers workers, in the order of their ranks.
+    """A machine of a run. All machines are alike: each has num_workers workers, in the order of their ranks.
 
     Raises ValueError naming the field for less than one core or worker, and for workers that are slower alone
     than together.

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanSimulation", "simulate_plan"]
 
-# Number of minibatches of each replica, besides warm-up and cool-down, unless the user gives a number.
+# The number of minibatches that each replica is simulated for, besides warm-up and cool-down, unless the user
+# gives a number.
 _STEADY_ROUNDS = 32
 _STEADY_ROUNDS_MIN = 4
 _EXCHANGES_MAX = 400_000  # transfers between replicas; more would take too long

@@ -38,8 +38,8 @@ def check_picture_path(path: str | os.PathLike[str]) -> None:
 
 
 def is_drawn(path: str | os.PathLike[str]) -> bool:
-    """Whether the picture is drawn, so that only a few minibatches can be read. A trace may have any
-    number.
+    """Whether the file's ending is that of a drawn picture, in which only a few minibatches can be read. A
+    trace may have any number of minibatches.
     """
     return not os.fspath(path).endswith(_TRACE_SUFFIXES)
 

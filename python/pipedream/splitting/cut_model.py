@@ -188,7 +188,9 @@ class CutModel(CutForward):
         )
 
     def explain(self) -> str:
-        """Returns the reasons against the first places where the model cannot be cut; "" if none."""
+        """Returns why the model cannot be cut at the first refused places; "" if there is no refused
+        place.
+        """
         if is_compiled(self.module):
             return (
                 "it is compiled as a whole, which is one call: give the module that it was made of, and"

@@ -225,7 +225,7 @@ class _Check:
         all_roots = [*self._modules, *modules_carried_by(loss_fn)]
         self._global_names = GlobalNames(module for root in all_roots for module in root.modules())
         stages = self._stages(self.places)
-        # This assumes that all layers draw random numbers. Layers that draw nothing are not affected.
+        # All layers are assumed to draw random numbers. That does not affect layers that draw nothing.
         seen = [SeenDraws(frozenset({layer})) for layer in range(len(stages))]
         self._draws = keyed_draws(0, stages, seen, self._device)
         precision = PrecisionSeen()
