@@ -41,7 +41,7 @@ struct ShardPiece {
 
 struct ShardChunk {
   ShardIndex shard;
-  std::size_t begin_bytes = 0;  // in the flat slot
+  std::size_t begin_bytes = 0;  // in the flat slot of a version
   std::size_t end_bytes = 0;
   std::vector<ShardPiece> pieces;  // the parameters' elements in the range, in order; at least one piece
 

@@ -30,7 +30,7 @@ struct ExchangePiece {
 };
 
 struct ExchangeChunk {
-  std::size_t begin_bytes = 0;  // in the slot
+  std::size_t begin_bytes = 0;  // in the slot of a version
   std::size_t num_bytes = 0;
   bool is_tied = false;  // other stages use its parameters, too; it lies in tied_slots
   std::vector<ExchangePiece> pieces;
@@ -60,9 +60,10 @@ struct ExchangeSpec {
   ReplicaIndex replica;               // this owner
   std::vector<ExchangeChunk> chunks;  // of this owner's shard, in the order in which they are sent
   std::map<ReplicaIndex, ExchangePeer> peers;
-  std::vector<std::byte*> own_slots;             // memory of the stage's version slots
-  std::map<WeightVersion, SlotIndex> slot_of{};  // versions at the start; empty: one version, in slot 0
-  std::vector<std::byte*> tied_slots;            // version v lies in slot (v - first) mod their number
+  std::vector<std::byte*> own_slots;  // memory of the stage's version slots
+  // The slot of each version at the start. Empty: there is one version, in slot 0.
+  std::map<WeightVersion, SlotIndex> slot_of{};
+  std::vector<std::byte*> tied_slots;  // version v lies in slot (v - first) mod their number
   std::vector<std::byte*> push_slots;  // zeroed memory of PushLayout::slot_bytes(); a round uses one of them
   Codec push_codec{};
   bool keeps_gradients = false;  // the optimizer may keep received gradients, so no mean overwrites them

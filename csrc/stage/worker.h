@@ -193,8 +193,8 @@ class Worker {
     SlotGroup* slots = nullptr;
     SlotGroup* staging = nullptr;
     SlotGroup* encoded = nullptr;
-    SharedMemory* shared = nullptr;  // the memory with the slots that the wire writes; the pool owns it; null
-                                     // if it is not shared
+    // The memory with the slots that the wire writes. The pool owns it. Null if it is not shared.
+    SharedMemory* shared = nullptr;
     std::unique_ptr<ReceiveChannel> channel;
     std::atomic<Link*> link{nullptr};  // atomic, because abort() may be called on any thread
   };

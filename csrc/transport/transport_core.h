@@ -194,7 +194,8 @@ class TransportCore : public Transport {
   std::map<std::string, PeerLife> peers_;  // by name; they outlive the links
   std::vector<std::unique_ptr<LinkCore>> links_;
   Stop stop_;
-  bool driven_ = false;                    // stays true after the end, so that no thread drives then
+  // Whether a thread drives. It stays true after the end, so that no thread drives then.
+  bool driven_ = false;
   bool thread_sleeps_ = false;             // the transport thread sleeps and has not been woken
   bool waiter_sleeps_ = false;             // the waiter sleeps and has not been woken
   std::optional<std::thread::id> waiter_;  // the thread in drive_until()

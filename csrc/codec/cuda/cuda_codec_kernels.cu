@@ -28,9 +28,10 @@ constexpr unsigned kAllLanes = 0xffffffffU;
 // The most blocks of a launch. These are several waves on the largest device, so that the last wave does not
 // leave it half idle.
 constexpr std::size_t kNumBlocksMax = 4096;
-// Blocks are few, because each block adds its own histogram to the common histogram.
+// The most blocks of a count launch. They are few, because each block adds its own histogram to the common
+// one.
 constexpr std::size_t kNumCountBlocksMax = 512;
-constexpr unsigned kThreadBuckets = kTopKBuckets / kBlockThreads;  // that each thread of narrow() sums
+constexpr unsigned kThreadBuckets = kTopKBuckets / kBlockThreads;  // buckets of each thread in narrow()
 constexpr unsigned kGroupThreads = 16;
 static_assert(kBlockThreads == kGroupThreads * kGroupThreads);
 

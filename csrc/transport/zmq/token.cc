@@ -14,8 +14,8 @@ namespace {
 // PLAIN needs a user's name, but the ZAP handler checks only the token.
 constexpr std::string_view kUsername = "pipedream";
 
-// PLAIN's HELLO: its name, then the length and the text of both strings. It must fit the smallest part limit
-// of any link, which is a frame's header.
+// The size of PLAIN's HELLO: the command's name in 6 bytes, then the length and the text of user's name and
+// token. It must fit the smallest limit that a link sets for message parts, which is a frame header's size.
 constexpr std::size_t kPlainHelloBytes = 6 + 1 + kUsername.size() + 1 + kTokenChars;
 static_assert(kPlainHelloBytes <= kFrameHeaderBytes);
 
