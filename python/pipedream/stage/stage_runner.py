@@ -551,6 +551,6 @@ def data_mismatch(minibatch: int, worker: str) -> DataMismatch:
     return DataMismatch(
         f"minibatch {minibatch} is not the same data at stage 0 (rank 0) and {worker}:"
         " every worker iterates all of `data` itself, so no rank may have a part of its own (as"
-        " DistributedSampler gives), and the order must follow from the seeded generators of torch, random and"
-        " numpy, or be fixed"
+        " DistributedSampler gives), and the order must follow from the seeded generators of torch, random"
+        " and numpy, or be fixed"
     )
