@@ -7,6 +7,7 @@ differently is reported and not trained on. Owned by the worker's compute thread
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ import torch
 from pipedream.common.microbatches import Microbatches
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import TENSORS, Boundary, exportable, tensors_of
-from pipedream.model.data_copies import generator_states, set_generators
+from pipedream.model.data_copies import generator_states, set_generators, state_bytes
 from pipedream.model.microbatch import samples_of
 from pipedream.model.seeding import RngState, RngStream
 from pipedream.planning.shapes import Shapes
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 FORWARDED = "iterated by the caller and forwarded"
+
+_log = logging.getLogger("pipedream")
 
 _NUM_NOTED = 256  # the most recent positions that are kept; a group that is read ahead is shorter
 
@@ -277,16 +280,18 @@ class DataStream:
         epochs: int,
         generators: RngStream | None = None,
         notes_positions: bool = False,
+        goes_to: tuple[int, Mapping[str, Any]] | None = None,
     ) -> None:
         """generators: the stream of random numbers from which the data draw. None: the data draw from the
-        process's generators. notes_positions: whether to record what position() needs.
+        process's generators. notes_positions: whether to record what position() needs. goes_to: a minibatch
+        and its position(), to which go_on() goes.
         """
         self._data = data
         self._epochs = epochs
         self._notes_positions = notes_positions
         self._num_read = 0
-        self._resumed: Mapping[str, Any] | None = None
-        """The position that go_to() got."""
+        self._goes_to = goes_to
+        self._state_before = None if goes_to is None else state_bytes(data)
         self._epoch_starts: deque[_EpochStart] = deque(maxlen=_NUM_NOTED)
         self._noted: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_NUM_NOTED)
         self.num_minibatches = num_minibatches_of(data, epochs)
@@ -328,7 +333,7 @@ class DataStream:
     # Positions, from which a resumed run continues.
 
     def position(self, minibatch: int) -> dict[str, Any]:
-        """Returns the data's position before one of the most recent minibatches, for go_to()."""
+        """Returns the data's position before one of the most recent minibatches, for `goes_to`."""
         if self._notes_positions and minibatch >= self._num_read:  # the run ends before reading it
             self._note_position()
         start = next(s for s in reversed(self._epoch_starts) if s.first_minibatch <= minibatch)
@@ -341,8 +346,8 @@ class DataStream:
         return document | dict(self._noted).get(minibatch, {})
 
     def _note_epoch(self, epoch: int, minibatch: int) -> None:
-        resumed = self._resumed
-        if resumed is not None and resumed["epoch"] == epoch:
+        resumed = None if self._goes_to is None else self._goes_to[1]
+        if resumed is not None and resumed["epoch"] == epoch and resumed["epoch_began_at"] == minibatch:
             RngState.from_document(resumed["generators"]).restore()
             kept = [bytearray.fromhex(text) for text in resumed["of_loader"]]
             set_generators(self._data, [torch.frombuffer(state, dtype=torch.uint8) for state in kept])
@@ -360,24 +365,37 @@ class DataStream:
         if noted:
             self._noted.append((self._num_read, noted))
 
-    def go_to(self, minibatch: int, position: Mapping[str, Any], on_read: Callable[[int], None]) -> None:
-        """Makes this minibatch the next one. position: the result of position(). on_read: called with the
-        number of minibatches that were skipped so far.
+    def go_on(self, on_read: Callable[[int], None] = lambda num_read: None) -> None:
+        """Makes the minibatch of `goes_to` the next one. on_read: called with the number of minibatches that
+        were skipped so far.
         """
+        assert self._goes_to is not None
+        minibatch, position = self._goes_to
         if "loader" in position:
             self._data.load_state_dict(position["loader"])  # type: ignore[attr-defined]
+            self._goes_to = None
             self._begin(position["epoch_of_loader"], minibatch, is_resumed=True)
         else:
-            self._resumed = position if minibatch >= position["epoch_began_at"] else None
-            if self._resumed is None:  # it is in an earlier epoch, whose start is not recorded
-                self._begin(0, 0)
-            elif isinstance(self._data, (list, tuple, torch.utils.data.DataLoader)):
+            # If earlier epochs are not left out, the iteration that peek() has begun goes on.
+            if 0 < position["epoch_began_at"] <= minibatch and self._may_leave_out_epochs():
                 self._begin(position["epoch"], position["epoch_began_at"])
-            elif not isinstance(self._data, Iterator):  # earlier epochs may change the data, so repeat them
-                self._begin(0, 0)
+                if getattr(self._data, "persistent_workers", False):
+                    _log.warning(
+                        "data has persistent_workers: random numbers that its processes draw are not those of"
+                        " a run without a break; to continue exactly, leave persistent_workers out"
+                    )
             self._skip(minibatch, on_read)
-        if "process" in position and self.generators is None:
+        if "process" in position and self.generators is None and self._peeked is None:
             RngState.from_document(position["process"]).restore()
+
+    def _may_leave_out_epochs(self) -> bool:
+        """Whether an epoch of the data depends on nothing that earlier epochs change, except generators whose
+        states are in a position. Compares the state of a DataLoader's dataset and samplers with that before
+        peek(): a sampler may have a random generator of its own, or count its epochs.
+        """
+        if isinstance(self._data, torch.utils.data.DataLoader):
+            return state_bytes(self._data) == self._state_before
+        return isinstance(self._data, (list, tuple))
 
     def _begin(self, epoch: int, minibatch: int, *, is_resumed: bool = False) -> None:
         """Iterates the data again, from this epoch on."""

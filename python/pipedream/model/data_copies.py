@@ -27,6 +27,7 @@ __all__ = [
     "generators_of_loader_kept",
     "has_indices",
     "set_generators",
+    "state_bytes",
     "without_processes",
 ]
 
@@ -154,6 +155,32 @@ class _SharingUnpickler(pickle.Unpickler):
 
 def _shared(index: int) -> Any:
     raise NotImplementedError(f"{index} is known to the unpickler alone")
+
+
+def state_bytes(data: Iterable[Any]) -> bytes | None:
+    """Returns bytes that are equal before and after an iteration if it changes neither the dataset of a
+    DataLoader nor its samplers. torch's own samplers do not count, and generator_states() has their
+    generators. None if the data are no DataLoader, or if a part cannot be pickled.
+    """
+    if not isinstance(data, DataLoader):
+        return None
+    samplers = [data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)]
+    own = [each for each in samplers if not type(each).__module__.startswith("torch.utils.data")]
+    content = io.BytesIO()
+    try:
+        _StatePickler(content).dump((data.dataset, own))
+    except Exception:  # a user's object may raise anything
+        return None
+    return content.getvalue()
+
+
+class _StatePickler(pickle.Pickler):
+    """Leaves out the elements of tensors and arrays, except for those that may be an order."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (torch.Tensor, np.ndarray)) and not _may_be_an_order(value):
+            return str, (str(tuple(value.shape)),)
+        return NotImplemented
 
 
 def generator_states(data: Iterable[Any]) -> list[Tensor]:

@@ -53,6 +53,7 @@ __all__ = [
     "found_checkpoint",
     "go_to_position",
     "kinds_of",
+    "position_of_data",
     "read_averages_of",
     "read_record",
     "take_loss_state",
@@ -250,20 +251,28 @@ def _read_record_of(checkpoint: Path, part: Part) -> dict[str, list[Any]]:
     return {name: values.tolist() for name, values in read_kind(checkpoint, part.of_kind(RECORD)).items()}
 
 
+def position_of_data(run: AgreedRun) -> tuple[int, Mapping[str, Any]] | None:
+    """Returns the checkpoint's minibatch and the position of its data; None if this worker reads no data, or
+    if the run does not continue from a checkpoint."""
+    continued = run.options.continues
+    if continued is None or not (run.reads_inputs or run.reads_targets):
+        return None
+    checkpoint, manifest = _opened(continued)
+    tensors = read_kind(checkpoint, manifest.parts[0].of_kind("tensors"))
+    return continued.minibatch, decode(read_part_state(checkpoint, 0)[DATA], tensors)
+
+
 def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
     """Sets the data and the process's generators to the checkpoint's position. Call it before the run starts
     to train."""
     continued = run.options.continues
     if continued is None:
         return
-    checkpoint, manifest = _opened(continued)
+    checkpoint, _ = _opened(continued)
     if (run.reads_inputs or run.reads_targets) and isinstance(source.stream, DataStream):
-        tensors = read_kind(checkpoint, manifest.parts[0].of_kind("tensors"))
         is_shown = run.options.output.progress and run.reads_inputs and run.rank == 0
         with skipping_shown(continued.minibatch, is_shown=is_shown) as tell:
-            source.stream.go_to(
-                continued.minibatch, decode(read_part_state(checkpoint, 0)[DATA], tensors), tell
-            )
+            source.stream.go_on(tell)
     if run.options.state is not None and run.plan.workers_used > 1:
         stage = run.own_stages()[0].stage_index
         state = read_part_state(checkpoint, stage, run.plan.replica_of(run.rank))

@@ -42,6 +42,7 @@ from pipedream.worker.cautions import warn_if_coarse, warn_if_late
 from pipedream.worker.checkpointing import Checkpointing
 from pipedream.worker.continuing import (
     go_to_position,
+    position_of_data,
     read_averages_of,
     read_record,
     take_loss_state,
@@ -160,7 +161,11 @@ class _Worker:
         else:
             notes_positions = options.checkpoints is not None
             stream = DataStream(
-                data, epochs=options.epochs, generators=generators, notes_positions=notes_positions
+                data,
+                epochs=options.epochs,
+                generators=generators,
+                notes_positions=notes_positions,
+                goes_to=position_of_data(run),
             )
         source = MinibatchSource(stream, run.first_minibatch)
         part = OwnPart(run, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -169,6 +170,13 @@ def _make_data(kind: str) -> Any:
         return [(torch.tensor([float(index)]), torch.tensor(index)) for index in range(6)]
     if kind == "stateful":
         return _Stateful()
+    if kind == "loader that counts its epochs":
+        return DataLoader(_Counted(), batch_size=2, sampler=_CountsEpochs())
+    if kind == "loader with draws of its own":
+        return DataLoader(_Draws(), batch_size=2)
+    if kind == "loader of persistent processes":
+        numbers = TensorDataset(torch.arange(6.0), torch.arange(6))
+        return DataLoader(numbers, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
     own = torch.Generator().manual_seed(3) if kind == "loader of its own generator" else None
     loader = torch.utils.data.DataLoader(_Counted(), batch_size=2, shuffle=True, generator=own)
     return _Once(loader) if kind == "any" else loader
@@ -182,6 +190,29 @@ class _Once:
         yield from self.loader
 
 
+class _CountsEpochs(torch.utils.data.Sampler[int]):
+    """Gives each epoch an order of its own, although nobody calls a set_epoch()."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(6, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class _Draws(_Counted):
+    def __init__(self) -> None:
+        self.random = random.Random(1)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = super().__getitem__(index)
+        return inputs + self.random.random(), targets
+
+
 def _rest(stream: DataStream) -> list[Any]:
     found = []
     while (batch := stream.next()) is not None:
@@ -190,17 +221,25 @@ def _rest(stream: DataStream) -> list[Any]:
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own generators", "the process's"])
-@pytest.mark.parametrize("kind", ["list", "loader", "loader of its own generator", "any", "stateful"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("list", "loader", "loader of its own generator", "any", "stateful"),
+        *("loader that counts its epochs", "loader with draws of its own", "loader of persistent processes"),
+    ],
+)
 @pytest.mark.parametrize("minibatch", [0, 1, 3, 5, 6])
 def test_a_stream_goes_to_a_position_and_gives_the_same_from_there(
     kind: str, minibatch: int, is_shared: bool
 ) -> None:
-    def make() -> DataStream:
+    def make(goes_to: Any = None) -> DataStream:
         torch.manual_seed(1)
         generators = None if is_shared else RngStream(7)
-        return DataStream(_make_data(kind), epochs=3, generators=generators, notes_positions=True)
+        return DataStream(
+            _make_data(kind), epochs=3, generators=generators, notes_positions=True, goes_to=goes_to
+        )
 
-    whole, resumed = make(), make()
+    whole = make()
     for _ in range(minibatch):
         whole.next()
         if is_shared:
@@ -209,8 +248,9 @@ def test_a_stream_goes_to_a_position_and_gives_the_same_from_there(
     position = whole.position(minibatch)
     assert ahead is not None
     expected = [(ahead.inputs.tolist(), ahead.targets.tolist(), ahead.epoch), *_rest(whole)]
+    resumed = make((minibatch, position))
     resumed.peek()
-    resumed.go_to(minibatch, position, lambda num_behind: None)
+    resumed.go_on()
     assert _rest(resumed) == expected
 
 
@@ -220,7 +260,7 @@ def test_a_stream_that_is_over_before_the_position_is_refused() -> None:
     stream.next()
     position = stream.position(0)
     with pytest.raises(ValueError, match="the checkpoint is at minibatch 5, and data has only 4 in all"):
-        DataStream(data, epochs=2).go_to(5, position, lambda num_behind: None)
+        DataStream(data, epochs=2, goes_to=(5, position)).go_on()
 
 
 class _ByEpoch(torch.utils.data.Sampler[int]):
