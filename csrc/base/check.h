@@ -12,7 +12,7 @@ namespace pipedream {
 
 }  // namespace pipedream
 
-// PD_CHECK(slot < num_slots, "slot " << slot << " of " << num_slots << ", minibatch " << minibatch)
+// Example: PD_CHECK(slot < num_slots, "slot " << slot << " of " << num_slots)
 #define PD_CHECK(condition, values)                                                     \
   do {                                                                                  \
     if (!(condition)) [[unlikely]] {                                                    \

@@ -1,5 +1,5 @@
-// Reads monotonic time. On Linux this is the clock of Python's time.monotonic_ns(), so times of both sides
-// can be compared.
+// Reads monotonic time. On Linux this is the clock of Python's time.monotonic_ns(), so times of C++ and
+// Python can be compared.
 #pragma once
 
 #include <chrono>

@@ -18,7 +18,7 @@ std::optional<int> CpuShare::come_back(std::int64_t now_ns) {
   for (const int own_cpu : cpus_) {
     if (own_cpu < CPU_SETSIZE && CPU_ISSET(own_cpu, &allowed)) CPU_SET(own_cpu, &own);
   }
-  // The kernel refuses if none of these CPUs is allowed any more. Then the thread stays on its CPU.
+  // The kernel refuses if none of the preferred CPUs is allowed any more. Then the thread stays on its CPU.
   if (::sched_setaffinity(0, sizeof(own), &own) != 0) return std::nullopt;
   static_cast<void>(::sched_setaffinity(0, sizeof(allowed), &allowed));
   return cpu;

@@ -117,7 +117,8 @@ PD_ELEMENT float from_bfloat16(std::uint16_t bits) {
 PD_ELEMENT std::uint16_t to_float16(float value) {
   constexpr std::int32_t kSmallestNormal = 0x38800000;  // 2^-14
   constexpr std::int32_t kBeyond = 0x47800000;          // 2^16, infinite in float16
-  constexpr std::uint32_t kExponentShift = 112U << 23;  // the difference of the biases
+  // The difference between the biases of the two formats, 127 - 15.
+  constexpr std::uint32_t kExponentShift = 112U << 23;
   const std::uint32_t bits = bits_of(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000U;
   const auto magnitude = static_cast<std::int32_t>(bits & FloatLayout<float>::kMagnitude);

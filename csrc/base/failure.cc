@@ -1,4 +1,4 @@
-// Names the kinds of failure like the Python exceptions for them.
+// Gives each kind of failure the name of the Python exception for it.
 #include "base/failure.h"
 
 #include <array>

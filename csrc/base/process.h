@@ -1,4 +1,4 @@
-// Settings of the process as a whole.
+// Changes settings of the whole process, and recognises a process that fork() has made.
 #pragma once
 
 #include <atomic>

@@ -21,13 +21,13 @@ class RingBuffer {
   [[nodiscard]] std::size_t size() const { return num_items_; }
   [[nodiscard]] std::size_t num_items_max() const { return places_.size(); }
 
-  // Aborts if the ring is full: the owner must respect the bound.
+  // Adds an item at the end. Aborts if the ring is full, because its owner must respect the bound.
   void push_back(T item) {
     PD_CHECK(!full(), "a ring of " << places_.size() << " items is full");
     places_[place_of(num_items_)].emplace(std::move(item));
     ++num_items_;
   }
-  // The index-th from the front.
+  // Returns the item at this index, counted from the front.
   [[nodiscard]] T& operator[](std::size_t index) {
     PD_CHECK(index < num_items_, "item " << index << " of " << num_items_);
     return *places_[place_of(index)];

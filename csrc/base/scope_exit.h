@@ -1,4 +1,4 @@
-// Runs a function at the end of its scope, even when an exception ends the scope. Any thread.
+// A ScopeExit runs a function when the scope that holds it ends, even if an exception ends it. Any thread.
 #pragma once
 
 #include <utility>

@@ -140,8 +140,8 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<Memory> allocate(std::size_t num_bytes, MemoryKind kind) = 0;
 
   // Pins host memory that the device did not allocate, so that copies from and to it are as fast and as
-  // asynchronous as with staging memory. data: at a page's boundary. Does nothing on the host backend. Throws
-  // UserError naming the size if the memory cannot be pinned.
+  // asynchronous as with staging memory. data must be at a page's boundary. Does nothing on the host backend.
+  // Throws a UserError that names the size if the memory cannot be pinned.
   [[nodiscard]] virtual std::unique_ptr<HostRegistration> register_host_memory(std::byte* data,
                                                                                std::size_t num_bytes) = 0;
 

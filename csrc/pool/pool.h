@@ -42,7 +42,7 @@ struct PoolTerm {
 };
 
 inline constexpr std::size_t kSlotAlignment = 256;
-inline constexpr std::int64_t kNumSlotsMax = 65535;  // of one term
+inline constexpr std::int64_t kNumSlotsMax = 65535;  // the most slots of one term
 
 // The distance in bytes between two slots of slot_bytes. Another process that shares the term's memory finds
 // the slots by it.
@@ -130,7 +130,7 @@ class SlotGroup {
  private:
   friend class Lease;
   friend class Pool;
-  void place(std::byte* base, bool poison);  // at seal, before any lease
+  void place(std::byte* base, bool poison);  // called by seal(), before any lease
   void fill_with_poison(std::int64_t slot);
   [[nodiscard]] Lease take();  // an invalid lease if all slots are leased
   void give_back(SlotIndex slot);
@@ -185,7 +185,7 @@ class Pool {
 
   [[nodiscard]] std::size_t planned_bytes(MemoryKind kind) const;
   [[nodiscard]] std::vector<TermReport> report() const;
-  // A text with one line for each term and its bytes, and then the sum.
+  // Returns a text with one line for each term and its bytes, and then the sums.
   [[nodiscard]] std::string describe() const;
 
  private:

@@ -26,7 +26,7 @@ class SegmentArena {
   SegmentArena& operator=(const SegmentArena&) = delete;
   ~SegmentArena() = default;
 
-  // Null when no free piece is large enough. Then the caller reports that memory is full.
+  // Returns null if no free piece is large enough. The caller then reports that memory is full.
   [[nodiscard]] std::byte* allocate(std::size_t num_bytes);
   // Aborts (our bug, or the framework's) for a pointer that allocate() did not return or that was freed
   // before.
@@ -37,7 +37,7 @@ class SegmentArena {
 
  private:
   const std::function<void()> wait_until_unused_;
-  mutable std::mutex mutex_;  // guards the rest
+  mutable std::mutex mutex_;  // guards the members below
   std::map<std::byte*, std::size_t> free_;
   std::map<std::byte*, std::size_t> used_;
   std::size_t used_bytes_ = 0;

@@ -27,10 +27,10 @@ struct AdamOptions {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0;
-  bool decoupled_weight_decay = false;  // AdamW
+  bool decoupled_weight_decay = false;  // true for AdamW
   bool amsgrad = false;
   bool maximize = false;
-  bool nesterov = false;  // NAdam; without amsgrad, and its weight decay is decoupled
+  bool nesterov = false;  // true for NAdam; it has no amsgrad, and its weight decay must be decoupled
   double momentum_decay = 4e-3;
   double momentum_product = 0;  // p(t) of this step
 };
@@ -45,7 +45,7 @@ struct AdamTensor {
   void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
   void* max_exp_avg_sq = nullptr;  // may be null without amsgrad
-  void* master = nullptr;          // for bfloat16 alone
+  void* master = nullptr;          // only for bfloat16
 };
 
 // Throws UserError, as torch.optim.Adam does, if lr, eps, weight_decay or momentum_decay is negative or not

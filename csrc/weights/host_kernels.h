@@ -55,8 +55,8 @@ struct HostKernelSet {
 [[nodiscard]] HostKernelSet baseline_kernels();
 [[nodiscard]] HostKernelSet avx2_kernels();
 
-// The best set that this processor runs.
 [[nodiscard]] bool processor_has_avx2();
+// Returns the kernels of the best set that this processor runs.
 template <class Element>
 [[nodiscard]] const HostKernels<Element>& host_kernels();
 

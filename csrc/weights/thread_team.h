@@ -92,7 +92,7 @@ class ThreadTeam {
   Job job_;
   std::array<Share, kTeamThreadsMax> shares_;
 
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards all members below
   std::condition_variable job_offered_;
   std::condition_variable helpers_left_;
   int num_offered_ = 0;  // shares of the job that is on offer; helpers may join while this is not 0

@@ -32,7 +32,7 @@ void log_if_failed(cudaError_t status, const char* call, int device_index) noexc
 class DeviceScope {
  public:
   explicit DeviceScope(int device_index);                  // throws DeviceError
-  DeviceScope(int device_index, std::nothrow_t) noexcept;  // logs: for destructors
+  DeviceScope(int device_index, std::nothrow_t) noexcept;  // logs failed calls; for destructors
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
   ~DeviceScope();

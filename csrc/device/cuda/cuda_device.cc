@@ -79,7 +79,7 @@ class CudaEvent final : public Event {
     const DeviceScope scope(device_index_);
     const cudaError_t status = cudaEventQuery(event_);
     if (status == cudaErrorNotReady) {
-      (void)cudaGetLastError();  // an answer, not an error
+      (void)cudaGetLastError();  // this was an answer, not an error
       return false;
     }
     throw_if_failed(status, "cudaEventQuery", device_index_);
@@ -229,7 +229,7 @@ class CudaStream final : public Stream {
     const DeviceScope scope(device_index_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     const cudaError_t asked = cudaStreamIsCapturing(stream_, &status);
-    // The answer for the default stream, while a stream that waits for it is captured.
+    // The default stream answers so while another stream that waits for it is captured.
     if (asked == cudaErrorStreamCaptureImplicit) {
       (void)cudaGetLastError();
       return true;

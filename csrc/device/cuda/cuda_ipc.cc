@@ -154,7 +154,7 @@ std::unique_ptr<Memory> import_cuda_memory(int device_index, const std::string& 
   const DeviceScope scope(device_index);
   if (!can_access(device_index, handle.device, why)) return nullptr;
   if (handle.pid == ::getpid()) {
-    // NOLINTNEXTLINE(performance-no-int-to-ptr): it was one, in this process
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): it was a pointer in this process
     auto* const data = reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(handle.pointer));
     return std::make_unique<CudaImportedMemory>(device_index, data, num_bytes, /*opened=*/false);
   }

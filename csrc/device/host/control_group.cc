@@ -17,7 +17,7 @@ constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 struct Version {
   const char* limit;
   const char* in_use;            // this file and the next one include the groups inside
-  const char* reclaimable_stat;  // a line of memory.stat
+  const char* reclaimable_stat;  // the line of memory.stat with the bytes of file cache that can be dropped
 };
 constexpr Version kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
 constexpr Version kVersion2{"memory.max", "memory.current", "inactive_file"};
@@ -37,8 +37,8 @@ bool names_memory(const std::string& comma_separated) {
   return false;
 }
 
-// Reads lines of this form: "36 35 98:0 /group /mount/point rw,relatime [optional ...] - cgroup source
-// rw,memory"
+// Finds the hierarchies that account memory. A line of /proc/self/mountinfo has this form:
+// "36 35 98:0 /group /mount/point rw,relatime [optional ...] - cgroup source rw,memory"
 std::vector<Hierarchy> mounted_hierarchies(const std::string& root) {
   std::vector<Hierarchy> found;
   std::ifstream mountinfo(root + "/proc/self/mountinfo");

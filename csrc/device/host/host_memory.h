@@ -11,8 +11,8 @@ namespace pipedream {
 
 class HostMemory final : public Memory {
  public:
-  // Allocates zeroed memory. what: names it in errors, e.g. "staging memory of cuda:0". Throws UserError with
-  // the size and the available memory.
+  // Allocates zeroed memory. what: its name in errors, e.g. "staging memory of cuda:0". Throws a UserError
+  // with the size and the available memory if there is not enough.
   HostMemory(std::size_t num_bytes, const std::string& what);
   ~HostMemory() override;
 
@@ -22,7 +22,7 @@ class HostMemory final : public Memory {
  private:
   std::byte* data_ = nullptr;
   std::size_t size_bytes_ = 0;    // as the caller asked for
-  std::size_t mapped_bytes_ = 0;  // whole pages of it
+  std::size_t mapped_bytes_ = 0;  // rounded up to whole pages
 };
 
 // The system's page size: 4 KiB on most machines, 16 or 64 KiB on some machines with ARM processors.
