@@ -33,7 +33,7 @@ struct StageDurations {
   double push_ms = 0;
   double pull_ms = 0;
   double sync_latency_ms = 0;
-  double num_chunks = 1;  // of a shard; one chunk is updated and sent on while the next ones arrive
+  double num_chunks = 1;  // chunks of a shard; one is updated and sent on while the next ones arrive
   // For each owner: how many milliseconds before the end of the last backward the first chunk of its shard is
   // pushed, and how many before that end the last chunk. If empty, all chunks are pushed after the last
   // backward.
@@ -62,7 +62,7 @@ struct BoundaryDurations {
 // Describes machines whose workers slow each other. The first num_workers ranks are on the first machine, the
 // next num_workers ranks on the second, and so on.
 struct SharedCores {
-  std::size_t num_workers = 1;  // of a machine
+  std::size_t num_workers = 1;  // workers of one machine
   // Entry k - 1 is the speed of each worker of a machine while k of its workers compute. The last entry also
   // stands for larger k.
   std::vector<double> speeds = {1.0};

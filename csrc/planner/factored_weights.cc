@@ -15,7 +15,7 @@ std::int64_t replicas_max(const FactoredWeight& weight) {
   if (are_smaller(weight, kNumReplicasMax)) return kNumReplicasMax;
   if (!are_smaller(weight, 2)) return 1;
   auto most = static_cast<std::int64_t>(2 * weight.weight_bytes / weight.factor_bytes);
-  while (!are_smaller(weight, most)) --most;  // for the case that the quotient was rounded up or is exact
+  while (!are_smaller(weight, most)) --most;  // the bound is strict, and the quotient may be rounded up
   return most;
 }
 
@@ -45,7 +45,7 @@ void FactoredWeights::add(const FactoredWeight& weight) {
 
 FactoredWeights::Sum FactoredWeights::of(std::int64_t num_replicas) const {
   const std::size_t first = first_from(num_replicas);
-  // Nothing is pushed, or nothing goes as factors.
+  // With one replica nothing is pushed. Without a group nothing goes as factors.
   if (num_replicas < 2 || first == groups_.size()) return {};
   return groups_[first].sum;
 }

@@ -49,7 +49,7 @@ class FactoredWeights {
   // does.
   [[nodiscard]] std::size_t first_from(std::int64_t num_replicas) const;
 
-  std::vector<Group> groups_;  // fewest replicas first, each number once
+  std::vector<Group> groups_;  // ascending in num_replicas_max, each number once
 };
 
 // The most replicas of a plan or of a stage. It is far above any cluster. It keeps sums of workers inside 64

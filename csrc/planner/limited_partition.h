@@ -6,7 +6,7 @@
 // stage_cost.h. A stage that recomputes adds its forward to compute. stage_memory.h says how much memory a
 // replica of stage s needs with n_s microbatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} /
 // r_s).
-//
+
 // Method. The search asks again and again: is there a plan with bottleneck <= t? It answers from the last
 // layer back. For each layer j and number of workers w it finds plans that run the layers from j on within t.
 //

@@ -9,7 +9,7 @@
 // T_l is a layer's computing time, and B the bandwidth. The optimum uses at most num_workers workers. Among
 // equal plans it prefers fewer workers, then fewer stages. Source: PipeDream (SOSP'19), section 3.1.
 // stage_cost.h has T for weights whose gradients go as factors, and for several microbatches.
-//
+
 // Method. The question "is there a plan with bottleneck <= t?" needs only a DP over layers: the fewest
 // workers that cover layers 0 to j, in O(N^2) for N layers. If t is feasible, every larger t is. Non-negative
 // doubles are ordered like their bit patterns, so 64 halvings find the least feasible t exactly.

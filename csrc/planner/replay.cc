@@ -221,7 +221,7 @@ class Replay {
 
  private:
   struct ReplayedLane : Lane {
-    bool is_received = false;  // by a list
+    bool is_received = false;  // whether a list receives from the lane
   };
 
   [[nodiscard]] const StageDurations& stage_at(StageIndex stage) const {
@@ -267,7 +267,7 @@ class Replay {
     lane.edge = edge;
     lane.sender = worker_at(edge.from);
     lane.receiver = worker_at(edge.to);
-    // The sender alone uses this line, and does its list in order. So the line carries items in the order in
+    // Only the sender uses its line, and it does its list in order. So the line carries items in the order in
     // which they are sent.
     if (lane.sender != lane.receiver) {
       const bool is_shared = timing_.one_link || is_exchange(edge.kind);

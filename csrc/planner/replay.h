@@ -1,11 +1,12 @@
 // Replays the workers' instruction lists with given durations, and returns when each instruction runs. A real
-// run follows the same lists, so pictures and bubbles from here show the schedule that really runs.
+// run follows the same lists, so pictures and bubbles from here show the schedule that really runs. Pure; any
+// thread.
 //
 //   list          durations           lane of its edge            replay
 //   FORWARD   --> work takes time
 //   SEND      --------------------->  leaves at once, keeps link
 //   RECV      <---------------------  waits for the next item --> timeline, transfers --> summary
-//
+
 // A worker does its instructions in order, one at a time. A RECV is done as soon as its item has arrived; a
 // SEND is done at once. Items of one edge arrive in the order in which they are sent. Items travel over these
 // links:
@@ -15,12 +16,10 @@
 //   with one_link   one link for everything. Items that a worker sends at once share it evenly. Items from
 //                   other stages arrive one at a time, in the order of sending. Pushes and pulls may arrive
 //                   at the same time, and share the link evenly
-//
+
 // A shard of several chunks is pushed from the time when its first chunk is made. Its owner updates a chunk
 // and sends it on while other chunks arrive. A push that no list receives goes to an asynchronous shard. That
 // shard makes its update beside its worker's own work, and answers by a pull.
-//
-// Pure; any thread.
 #pragma once
 
 #include <cstddef>

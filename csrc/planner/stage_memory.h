@@ -8,27 +8,29 @@
 // A replica receives activations over u edges, one from each upstream replica that has a microbatch in common
 // with it. It receives gradients over d edges, one from each such downstream replica: u = r_{s-1} /
 // gcd(r_{s-1}, r), d = r_{s+1} / gcd(r, r_{s+1}).
+
+// The terms at every stage:
 //
 //   weights                         replica_weight_bytes(), below
 //   + frozen weights                model_copies of them, and nothing else
 //   + 2 d output                    slots for received gradients
-//   + max(2 widest + largest, step) the larger of two kinds of temporaries. A backward has the gradients of
-//                                   two layers' outputs. If a round has several microbatches, it also has the
-//                                   gradient of one layer's parameters, before this is added to the round's
-//                                   sum. A step has step_copies of a layer's parameters. For weights that go
-//                                   as factors it also has the largest gradient, and all replicas' factors of
-//                                   this gradient. With shards it has the mean of a whole shard if the shard
-//                                   is updated at once, or of one chunk if a replica may have no minibatch in
-//                                   a short last round
+//   + max(2 widest + largest, step) temporaries of a backward or of an optimizer's step, see below
 //   + another step                  with asynchronous shards, for the gradients of other replicas
-//   + kept activations              n (saved + output) at the first stage
+//   + kept activations              n (saved + output) at the first stage, see below for other stages
 //   + encoded items                 if a codec encodes items that cross a cut. A receiver has one per slot, a
 //                                   sender one per item that may be unsent, and the residual of topk. With
 //                                   stages_apart a channel has only one received and one sent item in the
 //                                   device's memory
 //   + data                          at the first and the last stage: the minibatches of n consecutive
 //                                   microbatches of one replica, which are min(n, 1 + ceil((n - 1) r / m))
+
+// Temporaries. A backward has the gradients of two layers' outputs. If a round has several microbatches, it
+// also has the gradient of one layer's parameters, before this is added to the round's sum.
 //
+// A step has step_copies of a layer's parameters. For weights that go as factors it also has the largest
+// gradient, and all replicas' factors of this gradient. With shards it also has the mean of a whole shard if
+// the shard is updated at once, or of one chunk if a replica may have no minibatch in a short last round.
+
 // Every stage except the first also has
 //
 //   u (ceil(n / u) + 1) input         slots: per edge one more than the edge may have in flight
@@ -38,7 +40,7 @@
 // U = u ceil(n_{s-1} gcd(r_{s-1}, r) / r) is the number of this replica's microbatches that are in flight
 // upstream. For n of them the replica keeps the input. For the other U - n it has a gradient that waits to be
 // sent.
-//
+
 // With recompute a replica keeps the inputs of its forwards, and the outputs until they are sent. Only one
 // microbatch at a time has all its activations. So n (saved + output) becomes saved + input + (n + 2) output.
 #pragma once
@@ -74,13 +76,12 @@ struct MemoryCosts {
   CodecShares activations = {};
   CodecShares gradients = {};
   bool stages_apart = false;  // encoded items wait in host memory, which is not counted here
-  // Figures of stages with replicas.
-  // An owner keeps its shard apart from versions, and a copy for each other replica.
-  bool asynchronous = false;
+  // The figures below matter only for stages with replicas.
+  bool asynchronous = false;  // an owner keeps its shard apart from versions, and a copy per other replica
   bool reduces_together = false;  // replicas update by a collective, and there are no shards
   bool whole_tensors = false;     // shards have only whole tensors, and are updated at once
   bool posts_versions = false;    // pulled chunks arrive in the slot of the next version
-  bool has_spares = false;        // stages have spares, or may have
+  bool has_spares = false;        // stages have spares, or the search may add some
   bool drains = false;            // a replica may train several minibatches in a round
   std::int64_t staleness = 0;     // k, in rounds; the same for all stages
 };
@@ -106,19 +107,20 @@ struct ShardShare {
 //   (n + k + model_copies) |w|
 //   one replica         + (1 + state_copies) |w|    gradients, state
 //   reduces_together    + (2 + state_copies) |w|    gradients of two rounds, state
-//   with shards         + g (d + c + F)             gradients of g rounds: 1, half of the staleness, and one
-//                                                   more for factors and one for spares, which may wait.
-//                                                   Pushed chunks are sent from copies: c bytes, those of the
-//                                                   parameters that other replicas own
-//                       + state_copies (s + f)      s: bytes of its shard, d / r. With whole tensors at most
-//                                                   d / r + (1 - 1 / r) largest, because the largest tensors
-//                                                   are dealt first, each to the shard that has least
+//   with shards         + g (d + c + F)             gradients of g rounds, and copies from which they are
+//   sent
+//                       + state_copies (s + f)      state of its shard and of the weights that go as factors
 //                       + (r - 1) (s + F)           slots for the others' pushes. With whole tensors one slot
 //                                                   more, as large as the largest tensor
 //                       + d - s                     slots for pulled versions; none with posts_versions,
 //                                                   unless asynchronous
-//                       + r s                       asynchronous: its shard apart from versions, and a copy
-//                                                   for each other replica
+//                       + r s                       if asynchronous: its shard apart from versions, and a
+//                                                   copy for each other replica
+//
+// g is 1 + half of the staleness, and one more each for factors and for spares, which may wait. c is the
+// bytes of the parameters that other replicas own. s is the bytes of its shard: d / r, or with whole tensors
+// at most d / r + (1 - 1 / r) largest. The reason is that the largest tensors are dealt first, each to the
+// shard that has least.
 [[nodiscard]] double replica_weight_bytes(const ReplicaWeights& weights, std::int64_t num_replicas,
                                           std::int64_t num_versions, const ShardShare& share,
                                           const MemoryCosts& costs);

@@ -49,7 +49,7 @@ void ComputeCursor::advance() {
   if (traits.writes_version) ++num_updates_;
   if (traits.stash == Stash::kRestored) recomputed_ = true;
   if (options_.program == nullptr) return pass_over_absent();
-  if (traits.stash == Stash::kRestored) return;  // its backward is at the same position
+  if (traits.stash == Stash::kRestored) return;  // the BACKWARD after a RECOMPUTE has the same position
   ++position_;
   pass_over_absent_of_list();
 }
@@ -102,7 +102,7 @@ std::int64_t ComputeCursor::num_own() const {
 }
 
 bool ComputeCursor::is_update_due() const {
-  const std::int64_t round = num_updates_ / order_.num_chunks;  // since the start
+  const std::int64_t round = num_updates_ / order_.num_chunks;  // counted from the start of the run
   const std::int64_t version = rounds_.first_version().value() + round;
   if (num_minibatches_ && version >= rounds_.last_version(replica_, *num_minibatches_).value()) return false;
   return num_backwarded_ >= std::min((round + 1 + num_delayed_) * positions_.own_per_round(), num_own());
@@ -158,7 +158,7 @@ bool ComputeCursor::must_recompute(StageIndex stage) const {
 // Skips positions whose microbatch does not exist (microbatch_order.h). The loop ends within one minibatch,
 // because its first forward and its update always exist.
 void ComputeCursor::pass_over_absent() {
-  if (order_.num_chunks == 1) return;  // all positions exist
+  if (order_.num_chunks == 1) return;  // with one stage every position has a microbatch
   const auto item_is_there = [&](std::int64_t index, bool is_forward) {
     const std::int64_t position = positions_.microbatch_of(positions_.own_number(replica_, index)).value();
     return order_.exists(is_forward ? order_.forward_at(position) : order_.backward_at(position));

@@ -68,7 +68,7 @@ class StageChecker {
   const ReplicaIndex replica_;
   const Rounds rounds_;
   const std::int64_t num_minibatches_;
-  const std::int64_t num_own_;  // items
+  const std::int64_t num_own_;  // how many items the replica has in the run
   const VersionRule rule_;      // of forwards
   const std::int64_t num_microbatches_;
   const std::int64_t window_;
@@ -82,8 +82,8 @@ class StageChecker {
   std::array<std::int64_t, kOpcodeTraits.size()> num_done_{};
   std::int64_t num_forwarded_ = 0;  // items
   std::int64_t num_backwarded_ = 0;
-  bool recomputed_ = false;  // whether the next item to go backward is recomputed
-  // The last boundary so far that has instructions of an opcode, and how many it has had. By opcode.
+  bool recomputed_ = false;  // whether the RECOMPUTE before the next BACKWARD is done
+  // By opcode: the last boundary so far that has such instructions, and how many it has had.
   struct AtBoundary {
     MinibatchId minibatch{-1};
     std::int64_t num_done = 0;
@@ -270,7 +270,7 @@ Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const 
            std::to_string(newest_);
   }
   if (version.value() > newest_ - num_kept_) return {};
-  if (!stashes_ && version < rounds_.first_version()) return {};  // the worker itself holds these
+  if (!stashes_ && version < rounds_.first_version()) return {};  // the worker itself holds such old versions
   return "version " + std::to_string(version.value()) + " was overwritten; the newest is " +
          std::to_string(newest_) + ", and " + std::to_string(num_kept_) + " are kept";
 }
@@ -410,7 +410,7 @@ class ListChecker {
   const Placement& placement_;
   const Rank rank_;
   const bool drains_;
-  const Rounds rounds_;               // the same at all stages here
+  const Rounds rounds_;               // the same at all stages of the worker
   std::vector<StageChecker> stages_;  // ascending
 };
 }  // namespace

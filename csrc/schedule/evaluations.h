@@ -10,24 +10,22 @@
 //
 // The number of validation minibatches is not known in advance. So the last item of a block, E2.2 above, only
 // says that there are no more. It travels like the others, but computes nothing.
+
+// The place of a block. An edge for evaluations holds kNumEvaluationSlots items (edge.h), so a stage may have
+// to wait until the next stage downstream begins its block. There is no deadlock if, at every worker, no
+// instruction before the block needs an instruction after a block. So the block has one of two places:
 //
-// An edge for evaluations holds kNumEvaluationSlots items (edge.h), so a stage may have to wait until the
-// next stage downstream begins its block. There is no deadlock if, at every worker, no instruction before the
-// block needs an instruction after a block. So the block has one of two places:
-//
-//   replicas, or a schedule that drains   right behind UPDATE N - 1 or the first forward of minibatch N,
-//                                         whichever comes later. A stage never has more forwards in flight
-//                                         than the stage upstream, so the forwards before its block can be
-//                                         done
-//   otherwise                             before UPDATE N or the first forward of a microbatch from number
-//                                         N m + max(1, n_0 - 1) on, whichever comes earlier. So later
-//                                         stages have work until the first evaluated activation reaches
-//                                         them
+// 1. With replicas, or if the schedule drains, it comes right after UPDATE N - 1 or the first forward of
+//    minibatch N, whichever is later. A stage never has more forwards in flight than the stage upstream, so
+//    the forwards before its block can be done.
+// 2. Otherwise it comes before UPDATE N or the first forward of a microbatch from number
+//    N m + max(1, n_0 - 1) on, whichever is earlier. So later stages have work until the first evaluated
+//    activation reaches them.
 //
 // If the schedule drains, stage 0 may evaluate before the first forward of minibatch N instead, so that
 // callbacks know the result before N starts. Stages downstream see from the next item that arrives which of
 // the two stage 0 did first.
-//
+
 // A worker that holds several stages evaluates W validation minibatches at one stage, and then the same W at
 // its next stage. W is the number of workers.
 #pragma once

@@ -34,7 +34,7 @@ struct StageCounts {
   std::int64_t activations_live_max = 0;
 };
 
-// Each of the two checks returns its first fault with the place, or an empty text.
+// check_computed() and check_transfers() return the first fault with its place, or an empty text.
 
 // Checks the instructions that compute. Each must come once and in order, and read or write the version that
 // the schedule's rule names. No more versions may be live than the stage keeps. Adds the counts of the

@@ -137,8 +137,8 @@ void ListedProgram::count_at(const Place& place, Facts& facts) const {
     std::int64_t newest = 0;
     if (writes_version(instruction.opcode)) {
       newest = instruction.version.value();
-      // The version may have come from another replica.
     } else if (rounds.num_replicas > 1 && !facts.first_unstashed) {
+      // The version may have come from another replica.
       newest = num_backwarded / rounds.own_per_round();
     }
     std::int64_t& num_kept = facts.forwards.num_versions_kept;

@@ -132,7 +132,7 @@ ListedProgram ListedProgram::of(const ScheduleOptions& given) {
   for (Rank rank; rank.value() < num_workers(options); rank = rank.next()) {
     const Rounds rounds = rounds_of(options, stages_at(options, rank).front());
     const std::int64_t versions = minibatches / rounds.minibatches_per_round;
-    const std::int64_t own = versions * rounds.own_per_round();  // microbatches of a body
+    const std::int64_t own = versions * rounds.own_per_round();  // a replica's microbatches in one body
     const std::int64_t num_updates = versions * static_cast<std::int64_t>(stages_at(options, rank).size());
     const std::int64_t num_bodies = 6 + 2 * in_flight_max / own;  // enough that the last bodies repeat
     std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * num_updates);

@@ -2,7 +2,7 @@
 // warm-up, which runs once, and a body, which repeats. Immutable; any thread.
 //
 // clang-format off
-//   worker 0                                                    # of 2; forwards and backwards by pairs
+//   worker 0                                                    # of 2; two forwards, then two backwards
 //   body every 2 minibatches
 //   FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
 //   FORWARD stage 0 minibatch 1 microbatch 0 reads version 0
@@ -13,17 +13,17 @@
 //   worker 1
 //   ...
 // clang-format on
-//
+
 // A worker may have a "warm-up" above its body. When the body repeats, its minibatches get higher numbers, by
 // the number of minibatches in the body. Its versions get higher by the number of the stage's updates in the
 // body. A run repeats the body until all its minibatches are updated, and skips instructions of minibatches
 // that it does not have. So the lists fit a run of any length.
-//
+
 // Stages are placed as in program.h: each worker has one stage, or one replica of a stage, in the order of
 // the stages. With fewer workers than stages, stage s is at worker s mod W. The number of a stage's updates
 // in the body decides how long its rounds are: either the shortest that the stage allows, or rounds common to
 // all stages. Transfers and recomputing are added as for named schedules.
-//
+
 // All stages that share a parameter read the same version of it for a microbatch. It is the older of two
 // versions: the one that the input stage's forward reads, and the one that the owner's forward reads. Named
 // schedules have the same rule (tied_version()), except 2bw with unequal numbers of replicas.

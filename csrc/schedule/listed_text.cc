@@ -226,8 +226,7 @@ std::int64_t ListedProgram::last_to_warm_up(StageIndex stage, std::int64_t numbe
 ListedProgram::Passes ListedProgram::passes_of(StageIndex stage, std::int64_t number) const {
   const Rounds& rounds = rounds_of_stage(stage);
   Passes passes{.rank = placement_.rank_of(stage, rounds.replica_of(number))};
-  for (std::int64_t position = 0;; ++position) {  // bounded: every microbatch has both, the backward later
-    // Ends, because every microbatch has a forward and a later backward.
+  for (std::int64_t position = 0;; ++position) {  // ends: every microbatch has a forward and then a backward
     const Instruction instruction = at(passes.rank, position);
     if (instruction.stage != stage ||
         rounds.number_of(instruction.minibatch, instruction.microbatch) != number) {

@@ -36,9 +36,9 @@ enum class Scope {
 // has read and the activations that it has saved.
 enum class Stash {
   kNone,
-  kKept,
-  kRestored,  // the activations are computed again, just before they are used
-  kReleased,  // the microbatch's gradient is complete
+  kKept,      // the forward has filled the stash
+  kRestored,  // activations that were not kept are computed again, just before they are used
+  kReleased,  // the stash is not needed any more, because the microbatch's gradient is complete
 };
 
 // The measured duration that a simulated instruction takes. Transfers have none, because they occupy a link
@@ -46,9 +46,9 @@ enum class Stash {
 enum class Duration { kNone, kForward, kRecompute, kBackward, kUpdate };
 
 struct OpcodeTraits {
-  const char* name = "";     // in programs
-  const char* meaning = "";  // in pictures and sentences
-  char letter = ' ';         // in pictures and traces
+  const char* name = "";     // its word in programs
+  const char* meaning = "";  // its word in pictures and sentences
+  char letter = ' ';         // its letter in pictures and traces
   bool travels = false;
   Scope scope = Scope::kMicrobatch;
   bool writes_version = false;  // if false, an opcode that computes reads a version

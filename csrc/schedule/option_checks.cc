@@ -161,7 +161,7 @@ void check_placement(const ScheduleOptions& options) {
   const Placement& placement = options.placement;
   if (placement.empty()) return;
   check_length("placement", static_cast<std::size_t>(placement.num_stages()), options);
-  if (options.program != nullptr) return;  // check_listed() compares it with the program's
+  if (options.program != nullptr) return;  // check_listed() compares the placement with the program's
   if (rules_of(options).has_stage_per_worker) {
     check_one_stage_per_worker(placement);
   } else {

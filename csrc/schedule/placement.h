@@ -36,7 +36,7 @@ class Placement {
   [[nodiscard]] std::int64_t num_ranks() const { return num_ranks_; }
   // These functions throw UserError for a stage or a replica that the placement does not have.
   [[nodiscard]] std::int64_t num_replicas(StageIndex stage) const;
-  [[nodiscard]] std::int64_t num_owners(StageIndex stage) const;         // replicas and spares
+  [[nodiscard]] std::int64_t num_owners(StageIndex stage) const;         // number of replicas and spares
   [[nodiscard]] std::int64_t num_spares() const { return num_spares_; }  // of all stages together
   [[nodiscard]] Rank rank_of(StageIndex stage, ReplicaIndex replica = {}) const;
 

@@ -1,16 +1,21 @@
 // Makes the lists of the work that the workers of a plan compute. A list holds a schedule's order of work and
-// its weight versions as data. transfers.h adds the transfers between workers.
+// its weight versions as data. transfers.h adds the transfers between workers. Pure.
 //
 //   pipedream, stage 0 of 3, one microbatch        F0 F1 | F2 B0 U0  F3 B1 U1  F4 B2 U2 | B3 U3 B4 U4
 //                                                  warm-up  steady: the repeating body    cool-down
 //   flush, stage 0 of 2, 3 microbatches            F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 U0 | F1.0 ...
 //   gpipe, stage 0 of 2, 3 microbatches            F0.0 F0.1 F0.2 B0.0 B0.1 B0.2 U0 | F1.0 ...
 //
-// Every schedule with one stage per worker is 1F1B over microbatches with a window. At stage s at most W_s
-// microbatches are forwarded and not yet backwarded. The next instruction is a forward if the window has
-// room, otherwise a backward. The update of a minibatch follows the backward of its last microbatch.
-// Microbatches are counted through the run: microbatch q of minibatch i has number k = i m + q, where a
-// minibatch has m microbatches. n_s is the number in flight that the plan gives stage s (derive_in_flight()).
+// docs/schedules.md explains the schedules. Sources: PipeDream (SOSP'19), section 3; PipeDream-2BW (ICML'21),
+// sections 3.1 and 3.2; GPipe (NeurIPS'19), section 2.3; Megatron-LM (SC'21), section 2.2.
+
+// Order of work. Every schedule with one stage per worker is 1F1B over microbatches with a window. At stage s
+// at most W_s microbatches are forwarded and not yet backwarded. The next instruction is a forward if the
+// window has room, otherwise a backward. The update of a minibatch follows the backward of its last
+// microbatch. A worker does the backwards of one stage in the order of its forwards.
+//
+// A minibatch has m microbatches. They are counted through the run: microbatch q of minibatch i has number
+// k = i m + q. n_s is the number in flight that the plan gives stage s (derive_in_flight()).
 //
 //   schedule                  W_s             microbatch k reads                 versions kept
 //   pipedream                 n_s             max(0, floor((k - n_s + 1) / m))   1 + ceil((n_s - 1) / m)
@@ -24,22 +29,25 @@
 //   interleaved               as Megatron-LM  i                                  1
 //
 // So under pipedream with m >= n_s only the first n_s - 1 microbatches of a minibatch are one update late.
-// flush, gpipe, model_parallel, data_parallel and interleaved drain: they forward a minibatch only after the
-// update of the minibatch before. Only under interleaved does a worker hold several stages: stage s lies at
-// worker s mod W. A worker does the backwards of one stage in the order of its forwards.
-//
+
+// Draining. flush, gpipe, model_parallel, data_parallel and interleaved drain: they forward a minibatch only
+// after the update of the minibatch before.
+
 // Replicas. In a stage with r_s replicas, microbatch k goes to replica k mod r_s. Each replica has a program
 // of its own, over its own microbatches in their order. A round is R_s = lcm(m, r_s) / m minibatches in a
 // row, and the mean of their gradients makes one update. So each replica has c_s = R_s m / r_s microbatches
-// of a round. If m is a multiple of every r_s, a round is one minibatch. A schedule that drains has the same
-// rounds at all stages, R = lcm(m, all r_s) / m, and drains after every round. The last round of a run may be
-// short; its mean is over the minibatches that it has. A version counts rounds; j = floor(i / R_s) is the
-// round of minibatch i. k' counts a replica's own microbatches, k' = floor(k / r_s).
+// of a round. If m is a multiple of every r_s, a round is one minibatch.
 //
 //   pipedream, stage 0 of 2-1: replica 0   F0 F2 | B0 U0 F4 B2 U2 F6 ...    U2: of the round from minibatch 2
 //                              replica 1   F1 F3 | B1 U0 F5 B3 U2 F7 ...
 //   flush, 2 microbatches, stage 0 of 2-1: replica 0   F0.0 B0.0 U0 F1.0 ...
 //                                          replica 1   F0.1 B0.1 U0 F1.1 ...
+//
+// A schedule that drains has the same rounds at all stages, R = lcm(m, all r_s) / m, and drains after every
+// round. The last round of a run may be short; its mean is over the minibatches that it has.
+
+// Versions with replicas. A version counts rounds. j = floor(i / R_s) is the round of minibatch i. A replica
+// counts its own microbatches by k' = floor(k / r_s).
 //
 //   schedule                 microbatch k reads at stage s            versions kept
 //   pipedream, staleness x   max(0, floor((k' - n_s + 1) / c_s) - x)  1 + ceil((n_s - 1) / c_s) + x
@@ -51,41 +59,40 @@
 //   flush, gpipe,            j = floor(i / R)                         1
 //   model_parallel, data_parallel
 //
-// With replicas W_s is min(c_s, n_s) for flush and c_s for gpipe.
+// W_s is min(c_s, n_s) for flush and c_s for gpipe, and otherwise as in the table without replicas.
+
+// Shards. Every replica owns a shard of the stage's parameters, and only the owner updates it. The owner
+// needs the gradients of all members of the round, which are the replicas with a microbatch in it. The other
+// replicas need the owner's new version (pushes and pulls, transfers.h). So every replica has the UPDATE of
+// every round, even of a short last round in which it has no minibatch.
 //
-// Every replica owns a shard of the stage's parameters, and only the owner updates it. The owner needs the
-// gradients of all members of the round, which are the replicas with a microbatch in it. The other replicas
-// need the owner's new version (PUSH and PULL, transfers.h). So every replica has the UPDATE of every round,
-// even of a short last round in which it has no minibatch. The UPDATE follows the backward of the replica's
-// last microbatch of the round. With a staleness of x rounds, at replicated stages, it comes ceil(x / 2) of
-// the replica's rounds later. Half of the staleness is time for gradients to arrive. The other half is time
-// for the new version to reach the other replicas.
-//
+// The UPDATE follows the backward of the replica's last microbatch of the round. With a staleness of x
+// rounds, at replicated stages, it comes ceil(x / 2) of the replica's rounds later. Half of the staleness is
+// time for gradients to arrive. The other half is time for the new version to reach the other replicas.
+
 // Spares are workers that own shards but have no minibatches (BytePS, OSDI'20). A spare's program has the
 // UPDATE of every round, after all members of the round have pushed. Spares do not change which versions are
 // read. Their replica indices come after those of the replicas.
 //
 //   stage 0 of 2-1 with a spare: replica 2   RECV push from 0, from 1   U0   SEND pull to 0, to 1   RECV ...
-//
-// With asynchronous shards (Downpour SGD, NIPS'12; Project Adam, OSDI'14) each replica's microbatches of a
-// round are a round of their own. The replica's version j + 1 of a shard is the owner's state right after it
-// added this replica's gradient of round j. The lists are as in other schedules, and only the contents of a
-// version depend on time.
-//
-// interleaved is also 1F1B, over the order of microbatch_order.h. Its window counts the microbatches of all
-// stages of a worker: at worker w of W, with C > 1 stages per worker, it is 2 (W - w - 1) + (C - 1) W + 1.
-// With one stage per worker the schedule is flush with n_s = S - s. The list of worker 0 of 2, with stages 0
-// and 2 and 4 microbatches, is below; small letters are of stage 0, capitals of stage 2:
+
+// Asynchronous shards (Downpour SGD, NIPS'12; Project Adam, OSDI'14). Each replica's microbatches of a round
+// are a round of their own. The replica's version j + 1 of a shard is the owner's state right after it added
+// this replica's gradient of round j. The lists are as in other schedules, and only the contents of a version
+// depend on time.
+
+// interleaved gives a worker several stages: stage s lies at worker s mod W. It is also 1F1B, over the order
+// of microbatch_order.h. Its window counts the microbatches of all stages of a worker: at worker w of W, with
+// C > 1 stages per worker, it is 2 (W - w - 1) + (C - 1) W + 1. With one stage per worker the schedule is
+// flush with n_s = S - s. This is the list of worker 0 of 2, with stages 0 and 2 and 4 microbatches. Small
+// letters are of stage 0, capitals of stage 2:
 //
 //   f0.0 f0.1 F0.0 F0.1 | f0.2 B0.0 f0.3 B0.1 F0.2 b0.0 F0.3 b0.1 | B0.2 B0.3 b0.2 b0.3 u0 U0 | f1.0 ...
-//
+
 // With recompute a RECOMPUTE stands right before its BACKWARD and reads the same version as the BACKWARD.
-//
-// Pure. The number of minibatches may be unknown at the start, as for an iterable of unknown length. It is
-// set once, at the latest when the first stage would forward a minibatch that does not exist.
-//
-// Sources: PipeDream (SOSP'19), section 3; PipeDream-2BW (ICML'21), sections 3.1 and 3.2; GPipe (NeurIPS'19),
-// section 2.3; Megatron-LM (SC'21), section 2.2. docs/schedules.md has the table.
+
+// The number of minibatches may be unknown at the start, as for an iterable of unknown length. It is set
+// once, at the latest when the first stage would forward a minibatch that does not exist.
 #pragma once
 
 #include <cstdint>
@@ -183,7 +190,7 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] std::int64_t num_workers(const ScheduleOptions& options);
 // Returns options.placement, or stage s at rank s if that is empty.
 [[nodiscard]] Placement placement_of(const ScheduleOptions& options);
-[[nodiscard]] bool has_replicas(const ScheduleOptions& options);  // of any stage
+[[nodiscard]] bool has_replicas(const ScheduleOptions& options);  // whether any stage has replicas
 // The stage's Rounds: how its microbatches go to replicas and updates.
 [[nodiscard]] Rounds rounds_of(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options);

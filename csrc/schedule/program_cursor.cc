@@ -47,7 +47,7 @@ void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   compute_.set_num_minibatches(num_minibatches);
   transfers_.set_num_minibatches(num_minibatches);
   if (computed_ && is_of_evaluation(computed_->opcode)) return;
-  if (compute_.current() == computed_) return fill();  // without pushes that turn out not to exist
+  if (compute_.current() == computed_) return fill();  // again, without pushes that turn out not to exist
   keep_done();  // the forward turns out not to exist, but pulls before it may be done
   refill();
 }
@@ -79,7 +79,8 @@ void ProgramCursor::refill() {
 // the later forwards leave them out. RECVs that an earlier evaluation has done are left out here.
 void ProgramCursor::fill_evaluation(const Instruction& evaluate) {
   instructions_.clear();
-  if (evaluate.microbatch == MicrobatchIndex(0) && num_finals_ == 0) {  // else all versions have come
+  // After the RECVs at the program's end (add_final()) all versions have come already.
+  if (evaluate.microbatch == MicrobatchIndex(0) && num_finals_ == 0) {
     transfers_.add_versions_of(evaluate, compute_.num_forwarded(), instructions_);
     const std::vector<Instruction> versions = instructions_;
     leave_out_early();

@@ -1,5 +1,5 @@
-// Deals the microbatches of a run to the replicas of one stage, and groups them into rounds. The mean
-// of a round's gradients makes one update (program.h). Pure arithmetic; any thread.
+// Deals the microbatches of a run to the replicas of one stage, and groups them into rounds. The mean of a
+// round's gradients makes one update (program.h). Pure arithmetic; any thread.
 //
 //   3 replicas, 2 microbatches         minibatch    0     1     2
 //   per minibatch, so 3                microbatch   0  1  0  1  0  1
@@ -173,7 +173,7 @@ struct VersionRule {
   // The oldest version that this microbatch or a later microbatch reads.
   [[nodiscard]] WeightVersion oldest_from(std::int64_t number) const {
     if (listed != nullptr) return WeightVersion(lowest + listed->oldest_from(number - first_number));
-    return version_of(number);  // reads go in order
+    return version_of(number);  // later microbatches never read older versions
   }
   // The newest version that this microbatch or an earlier microbatch reads.
   [[nodiscard]] WeightVersion newest_until(std::int64_t number) const {
@@ -185,22 +185,24 @@ struct VersionRule {
     if (listed != nullptr) return listed->num_new_max(num_numbers);
     return 2 + (num_numbers + microbatches_counted()) / microbatches_per_round;
   }
-  // The number of versions kept: from the version that the next backward reads to the version that the update
-  // after it writes. Under vertical sync the input stage's rounds have r c microbatches. They begin up to
-  // r c - gcd(r c, M) microbatches after a round of this stage.
+  // The number of versions kept. They go from the version that the next backward reads to the version that
+  // the update after it writes. Under vertical sync the input stage has rounds of r c microbatches. A round
+  // there begins up to r c - gcd(r c, M) microbatches after a round of this stage.
   [[nodiscard]] std::int64_t num_versions_kept() const {
     if (listed != nullptr) return listed->num_versions_kept;
     const std::int64_t num_between = delay * num_replicas + microbatches_counted() -
                                      std::gcd(microbatches_counted(), microbatches_per_round);
     return 1 + (num_between + microbatches_per_round - 1) / microbatches_per_round + staleness;
   }
-  // The mean number of updates by which the version that a microbatch reads is older than the version that
-  // its round updates. The mean is over microbatches long after the start.
+  // How many updates older, on average, the version that a microbatch reads is than the version that its
+  // round updates. The mean is over microbatches long after the start.
   [[nodiscard]] double mean_delay() const {
     if (listed != nullptr) return listed->mean_delay(microbatches_per_round);
-    // On average, distances in microbatches: (r c - 1) / 2 from the last multiple of r c to the microbatch,
-    // (M - g) / 2 from the begin of a round to that multiple, and (M - 1) / 2 from the begin of the
-    // microbatch's round to the microbatch, where g = gcd(r c, M). So (r c - g) / 2 is added to the delay.
+    // On average, with g = gcd(r c, M), there are
+    //   - (r c - 1) / 2 microbatches from the last multiple of r c to a microbatch
+    //   - (M - g) / 2 from the begin of a round to that multiple
+    //   - (M - 1) / 2 from the begin of the microbatch's own round to the microbatch.
+    // The first two less the third are (r c - g) / 2, which is added to the delay.
     const std::int64_t num_late_twice = 2 * delay * num_replicas + microbatches_counted() -
                                         std::gcd(microbatches_counted(), microbatches_per_round);
     return static_cast<double>(num_late_twice) / static_cast<double>(2 * microbatches_per_round) +

@@ -21,7 +21,7 @@ constexpr std::array<ScheduleRules, 9> kNamed = {{
     {.name = "2bw",
      .delay = ReadDelay::kRound,
      .in_flight = InFlight::kAsPlanned,
-     .has_equal_replicas = true},  // PipeDream-2BW, section 3.3
+     .has_equal_replicas = true},  // as in PipeDream-2BW, section 3.3
     {.name = "flush", .delay = ReadDelay::kNone, .in_flight = InFlight::kAsPlannedOfRound},
     {.name = "gpipe", .delay = ReadDelay::kNone, .in_flight = InFlight::kRound},
     {.name = "model_parallel", .delay = ReadDelay::kNone, .in_flight = InFlight::kOne},
@@ -44,7 +44,7 @@ constexpr ScheduleRules kListed = {
 std::span<const ScheduleRules> named_schedules() { return kNamed; }
 
 const ScheduleRules* find_rules(std::string_view schedule) {
-  if (schedule == "naive") schedule = "unstashed";  // its former name
+  if (schedule == "naive") schedule = "unstashed";  // the former name of unstashed
   const auto* const found = std::ranges::find(kNamed, schedule, &ScheduleRules::name);
   return found == kNamed.end() ? nullptr : found;
 }

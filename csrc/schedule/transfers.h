@@ -5,11 +5,13 @@
 // If several stages share a parameter, the most upstream of them is its owner and the others are its users. A
 // member of a round is a replica that has a microbatch in it. All replicas are members, except perhaps in the
 // last round of a run.
+
+// The transfers stand at these places of a worker's list:
 //
 //   before FORWARD    RECV activation from upstream
-//                     at a user: RECV tied_version from every replica of the owner, and
-//                     at a replica: RECV pull from every other replica,
-//                     if the microbatch is the replica's first to read that version
+//                     if the microbatch is the replica's first to read a version:
+//                     at a user: RECV tied_version from every replica of the owner
+//                     at a replica: RECV pull from every other replica
 //   after FORWARD     SEND activation downstream
 //   before BACKWARD   RECV gradient from downstream
 //   after BACKWARD    SEND gradient upstream
@@ -21,46 +23,43 @@
 //                     last round is short: SEND push to every other replica
 //                     RECV push from every other member of the round
 //                     if norms are exchanged, before the first of the worker's UPDATEs:
-//                     RECV norm from downstream    partial sums, upstream
-//                     SEND norm upstream
-//                     RECV norm from upstream      the total, downstream
-//                     SEND norm downstream
-//   before EVALUATE   RECV evaluation from upstream
-//                     before the first EVALUATE of a boundary: the versions up to the boundary's that have
-//                     not come yet, at a user by RECV tied_version, at a replica by RECV pull
-//   after EVALUATE    SEND evaluation downstream
+//                     RECV norm from downstream and SEND norm upstream, for partial sums
+//                     RECV norm from upstream and SEND norm downstream, for the total
 //   after UPDATE      at an owner: SEND tied_version to the replicas of every user
 //                     at a replica: SEND pull to every other replica
 //                     for unstashed, which has one slot: RECV pull from every other replica
-//   at the end        the versions that no minibatch has read: at a user RECV tied_version, at a replica
-//                     RECV pull
-//
-// With asynchronous shards no UPDATE waits for a push or sends a pull. Instead the owner of a shard serves
-// each other replica by a second list, in which RECV push and SEND pull alternate (make_services()). A
-// replica receives the answer to its push before it pushes again. So an owner keeps at most one answer for
-// each replica:
-//
-//   before FORWARD    RECV pull from every other replica, of the version that it is the first to read
-//   after BACKWARD    in the cool-down: RECV pull from every other replica, of the version before
-//                     SEND push to every other replica (for data_parallel before UPDATE)
-//   at the end        RECV pull from every other replica, of the replica's last version
-//
-// A spare owns a shard and has no minibatches (program.h). Every replica pushes to it and pulls from it as
-// with other replicas. The spare's own list is
-//
-//   before UPDATE     RECV push from every member of the round
-//   after UPDATE      SEND pull to every replica
-//
+//   before EVALUATE   RECV evaluation from upstream
+//                     before the first EVALUATE of a boundary: RECV tied_version and RECV pull of the
+//                     versions up to the boundary's that have not come yet
+//   after EVALUATE    SEND evaluation downstream
+//   at the end        RECV tied_version and RECV pull of the versions that no minibatch has read
+
 // A SEND stands where its item is made, and a RECV where the item is needed. The item may arrive earlier, as
 // long as the receiver has free slots. An edge between two stages at one rank has no channel: the worker
 // hands the item over itself.
+
+// With asynchronous shards no UPDATE waits for a push or sends a pull. Instead the owner of a shard serves
+// each other replica by a second list, in which RECV push and SEND pull alternate (make_services()). A
+// replica receives the answer to its push before it pushes again. So an owner keeps at most one answer for
+// each replica. The replica's own list has:
 //
-// Norms travel between the first stages of neighbouring workers. If the schedule drains, they pass along all
-// workers, otherwise along the replicas of a stage. A norm is named by the minibatch of its UPDATE.
+//   before FORWARD    RECV pull from every other replica, if the microbatch is the first to read a version
+//   after BACKWARD    in the cool-down: RECV pull from every other replica, of the version before
+//                     SEND push to every other replica (for data_parallel before UPDATE)
+//   at the end        RECV pull from every other replica, of the replica's last version
+
+// A spare owns a shard and has no minibatches (program.h). Every replica pushes to it and pulls from it as
+// with other replicas. The spare's own list has:
 //
+//   before UPDATE     RECV push from every member of the round
+//   after UPDATE      SEND pull to every replica
+
 // Activations and gradients: microbatch number k (rounds.h) goes from replica k mod r_s of stage s to replica
 // k mod r_{s+1} of stage s + 1. So two replicas have an edge if they have a microbatch in common.
 //
+// Norms travel between the first stages of neighbouring workers. If the schedule drains, they pass along all
+// workers, otherwise along the replicas of a stage. A norm is named by the minibatch of its UPDATE.
+
 // Tied gradients: each replica of a user sends, once per minibatch, the sum of its gradients for that
 // minibatch. It sends them to the replica of the owner that has the sender's last microbatch of the
 // minibatch. The receiver adds them to its own gradient.
@@ -68,7 +67,7 @@
 // Tied versions: each replica of the owner sends its shard to every replica of a user. The item is named by
 // the first minibatch of the owner's round. If the owner's r replicas update by a collective, each of them
 // has the whole version. Then replica q of the user receives it from replica q mod r.
-//
+
 // Pushes and pulls: a push of round j is named by the minibatch of the sender's first microbatch in that
 // round. A pull of version j + 1 is named by the first minibatch of round j.
 #pragma once
@@ -163,13 +162,13 @@ class Transfers {
   std::optional<std::int64_t> num_minibatches_;
   std::vector<StageIndex> stages_;  // the worker's stages
   ReplicaIndex replica_;            // the worker's replica of its only stage; 0 if it has several stages
-  std::int64_t num_owners_ = 1;     // of the stage's shards
-  std::vector<Rounds> rounds_;      // per stage of the plan
+  std::int64_t num_owners_ = 1;     // owners of the stage's shards
+  std::vector<Rounds> rounds_;      // by stage of the plan
   bool drains_ = false;
   bool stashes_ = true;
-  bool exchanges_shards_ = false;         // whether replicas of the stage push and pull shards
-  VersionRule rule_;                      // of forwards; used if the worker's only stage has replicas
-  std::vector<VersionRule> tied_rules_;   // of each of options_.ties
+  bool exchanges_shards_ = false;        // whether replicas of the stage push and pull shards
+  VersionRule rule_;                     // the rule of forwards; used if the worker's only stage has replicas
+  std::vector<VersionRule> tied_rules_;  // of each of options_.ties
   std::optional<StageReplica> upstream_;  // the neighbouring worker for norms, named by its first stage
   std::optional<StageReplica> downstream_;
 };

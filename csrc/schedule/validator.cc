@@ -3,7 +3,7 @@
 // The first step checks every list by itself (list_checks.h). That is possible because the versions that a
 // stage reads, keeps and writes depend on its worker's own list alone. It checks the computing instructions,
 // and the transfers that belong to them.
-//
+
 // The second step checks that the lists fit together (check_items, Pipeline). The workers form a Kahn
 // network: each does its instructions in a fixed order and waits only for queues. So whether there is a
 // deadlock does not depend on the workers' speeds, and one replay in any order decides it.
@@ -12,7 +12,7 @@
 // far as they can. So a replay in which one worker moves only when no other can gives the worst case of all
 // queues that this worker reads. A SEND waits at a full queue of evaluations. That is like a read from a
 // queue of free places, so this is a Kahn network, too.
-//
+
 // Both steps are linear in the number of instructions; the second runs once per worker. Asynchronous shards
 // serve other replicas by lists of their own, which the second step treats as lists of further workers. Each
 // of these waits for one replica alone. So this is a Kahn network, too, although the order in which a shard
