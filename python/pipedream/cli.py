@@ -168,7 +168,6 @@ def _calibrate(measured: Profile, target: str, workers: int) -> Profile:
 
 
 def _given(job: Job, *names: str) -> dict[str, Any]:
-    """Returns the values that the job has for these arguments of run()."""
     return {name: job.options[name] for name in names if name in job.options}
 
 

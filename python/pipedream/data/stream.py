@@ -70,7 +70,9 @@ class Minibatch(NamedTuple):
 
 @dataclass(frozen=True)
 class LargerMinibatch:
-    """The reason why the data have ended for now: some minibatch is larger than planned."""
+    """The reason why the data have ended for now: some minibatch is larger than planned. The head
+    of minibatch_source.py says what a group is.
+    """
 
     first: int
     """The minibatch before which the data have ended. It is the first of the larger minibatch's group."""
@@ -398,7 +400,6 @@ class DataStream:
         return isinstance(self._data, (list, tuple))
 
     def _begin(self, epoch: int, minibatch: int, *, is_resumed: bool = False) -> None:
-        """Iterates the data again, from this epoch on."""
         self._peeked = None
         self._num_read = minibatch
         self._batches = epochs_of(

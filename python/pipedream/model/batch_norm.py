@@ -67,7 +67,6 @@ class MinibatchStatistics:
         self._tracking: list[_BatchNorm] = []  # norms that collected statistics in the latest forward
 
     def __bool__(self) -> bool:
-        """Whether the stage has batch norms."""
         return bool(self._norms)
 
     @contextlib.contextmanager
@@ -163,7 +162,6 @@ class EvaluatedNorms:
         """For each norm, the item that it evaluated last."""
 
     def __bool__(self) -> bool:
-        """Whether the stage has norms with running statistics."""
         return bool(self._norms)
 
     def check(self, item: Item, in_flight: Container[Item]) -> None:

@@ -84,11 +84,9 @@ class DrawSites:
     """Position of the loss. 0: the loss is not seeded and continues from the last position."""
 
     def __bool__(self) -> bool:
-        """Whether the forward draws anything."""
         return bool(self.begins) or self.draws_between or self.of_loss > 0
 
     def __add__(self, other: DrawSites) -> DrawSites:
-        """Returns the places of two stages of a list of layers together."""
         return DrawSites({**self.begins, **other.begins}, of_loss=max(self.of_loss, other.of_loss))
 
 
@@ -191,7 +189,8 @@ def keyed_draws(
     base: int, stages: Sequence[StageModule], seen: Sequence[SeenDraws], device: torch.device
 ) -> KeyedDraws | None:
     """Returns the KeyedDraws of a worker's stages; None if the stages draw nothing. base: draws_seed() of the
-    run. seen: for each stage, the parts that drew in its rehearsal.
+    run. seen: for each stage, the parts that drew when the stage was run once, before the training,
+    to measure its memory.
     """
     traced = stages[0].traced_draws
     if traced is not None:

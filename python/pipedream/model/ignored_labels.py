@@ -171,7 +171,6 @@ def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
 
 
 def _joined_labels(batches: Microbatches) -> dict[str, Tensor]:
-    """Returns the labels of all batches, joined."""
     of_each = [_label_tensors(batch) for batch in batches]
     found = {where: [labels[where] for labels in of_each if where in labels] for where in of_each[0]}
     return {where: torch.cat([labels.flatten() for labels in each]) for where, each in found.items()}

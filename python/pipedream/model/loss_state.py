@@ -148,7 +148,6 @@ def _tables_of(holder: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _module_of(stage: StageModule, name: str) -> nn.Module:
-    """Returns the module that has the buffer with this full name."""
     prefix, root = next((prefix, root) for prefix, root in stage.roots() if name.startswith(prefix))
     return root.get_submodule(name.removeprefix(prefix).rpartition(".")[0])
 

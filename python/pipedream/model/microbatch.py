@@ -212,7 +212,6 @@ def chunk(
 
 
 def _without(value: Any, lists: dict[int, Sequence[Any]]) -> Any:
-    """Returns the value without the contents of these lists."""
     if not lists:
         return value
     if id(value) in lists:

@@ -91,7 +91,7 @@ def num_steps_in_flight(
     in_flight: int, num_replicas_first: int, num_replicas_last: int, microbatches_per_step: int
 ) -> int:
     """Returns the number of loss scales that may be in use at once, because microbatches with older scales
-    may still be in flight. This holds for schedules that do not drain the pipeline after a round.
+    may still be in flight. This holds for schedules that do not drain the pipeline before an update.
 
     in_flight: microbatches in flight at each replica of the first stage. microbatches_per_step: number of
     consecutive microbatches with the same scale.
@@ -105,8 +105,8 @@ def num_steps_in_flight(
 
 class LossScaler:
     """The factor by which each minibatch's loss is scaled in float16. It is halved after an overflow, and
-    doubled after a long time without overflow. With replicas, all minibatches in a round of the last stage
-    have one scale.
+    doubled after a long time without overflow. With replicas, all minibatches between two updates of the
+    last stage have one scale.
 
     Source: Micikevicius et al., Mixed Precision Training (ICLR'18), section 3.2, with the figures of
     torch.amp.GradScaler.
@@ -135,8 +135,8 @@ class LossScaler:
         self._since_backoff, self._since_change = int(since_backoff), int(since_change)
 
     def next_scale(self, overflowed: bool) -> float:
-        """Returns the scale of the next minibatch or round. overflowed: whether some stage reported a
-        gradient that is not finite since the last call.
+        """Returns the scale of the minibatches up to the next update. overflowed: whether some stage
+        reported a gradient that is not finite since the last call.
         """
         self._since_backoff += 1
         self._since_change += 1

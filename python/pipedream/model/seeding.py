@@ -150,7 +150,8 @@ class TorchState(NamedTuple):
 
     def equals(self, other: TorchState) -> bool:
         """Whether nothing was drawn between the two captures."""
-        # The states are not joined, because a rehearsal counts what is allocated meanwhile.
+        # The states are not joined, because that would allocate memory while a rehearsal measures what the
+        # stage allocates (budget/rehearsal.py).
         pairs = zip((self.cpu, *self.cuda), (other.cpu, *other.cuda), strict=False)
         return len(self.cuda) == len(other.cuda) and all(torch.equal(*pair) for pair in pairs)
 

@@ -119,7 +119,6 @@ def _hooks_of(module: nn.Module) -> Hooks:
 
 
 def _restore_hooks(module: nn.Module, hooks: Hooks) -> None:
-    """Restores a module's hooks to those that _hooks_of() returned."""
     for name, table in hooks.items():
         now = vars(module)[name]
         if len(now) != len(table) or any(key not in table for key in now):

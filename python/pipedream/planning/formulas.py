@@ -56,9 +56,9 @@ def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float, microbatches: 
     """Returns T(i..j, m) of the paper's cost model in milliseconds, for a stage of layers i to j with m
     replicas.
 
-    A round has lcm(M, m) / M minibatches, where M is the number of microbatches in a minibatch. With spare
-    shards round_ms() replaces the paper's time of synchronisation. csrc/planner/stage_cost.h has the formula
-    for weights whose gradients are sent as factors.
+    There is one update per lcm(M, m) / M minibatches, where M is the number of microbatches in a minibatch.
+    With spare shards round_ms() replaces the paper's time of synchronisation. csrc/planner/stage_cost.h has
+    the formula for weights whose gradients are sent as factors.
     """
     replicas = stage.num_replicas
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]

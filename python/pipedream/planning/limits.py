@@ -71,7 +71,7 @@ class Limits:
     has_spares: bool = False
     drains: bool = False
     """Whether the schedule drains: the pipeline is empty before each update. A replica may then train several
-    minibatches in a round.
+    minibatches between two updates.
     """
     codec: Mapping[str, str] = field(default_factory=dict, hash=False)
     """The run's codecs for "activations" and "gradients"."""

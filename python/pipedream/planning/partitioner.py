@@ -124,7 +124,7 @@ def partition(
         room that encoded tensors take; give the same codec to `run`. Predicted times assume tensors that are
         not encoded.
     sync, staleness: the values for the run, because memory depends on them. "ssp" keeps versions and
-        gradients of more rounds, "asp" keeps more of what replicas share, and with "allreduce" each replica
+        gradients of more updates, "asp" keeps more of what replicas share, and with "allreduce" each replica
         has the optimizer's whole state.
     whole_tensors: reserves the memory that two features need: optimizers that do not work element by element,
         so that shards are whole tensors of unequal sizes, and norms of gradients (max_grad_norm).

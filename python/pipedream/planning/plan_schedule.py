@@ -98,8 +98,8 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
 
     The delay of a microbatch is the version that its gradient updates minus the version that its forward
     read. Under `pipedream` and `unstashed` the mean is (n_s - 1) / c_s plus the staleness. n_s is the number
-    of microbatches in flight at each replica, c_s the number of one replica's microbatches in a round.
-    VersionRule in csrc/schedule/rounds.h has the formula of all named schedules.
+    of microbatches in flight at each replica, c_s the number of one replica's microbatches between two
+    updates. VersionRule in csrc/schedule/rounds.h has the formula of all named schedules.
     """
     from pipedream import _core
 

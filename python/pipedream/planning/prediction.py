@@ -44,8 +44,8 @@ __all__ = [
 # Minibatches simulated for each replica, besides warm-up and cool-down. They are enough to draw each factor
 # of the spread (item_cost.py) several times.
 STEADY_ROUNDS = 100
-# The fewest rounds simulated for a schedule that drains, because it is measured only from the end of its
-# first round on.
+# The fewest rounds simulated for a schedule that drains. A round is the work between two updates. Such a
+# schedule is measured only from the end of its first round on.
 _DRAINED_ROUNDS_MIN = 3
 # The most minibatches that are simulated if whole rounds need more than was asked for.
 _MINIBATCHES_MAX = 2_048

@@ -189,7 +189,8 @@ class StageCosts:
 
     def stage_ms(self, num_replicas: int, rounds: _core.Rounds) -> float:
         """Returns the time per minibatch of a stage with this many replicas, including copy_ms. Each replica
-        does its share of the forwards and backwards, and updates once per round.
+        does its share of the forwards and backwards, and updates once per round, which is
+        the work between two updates.
         """
         later = rounds.num_microbatches - 1
         passes = self.forward.plus(self.backward)
@@ -320,9 +321,9 @@ def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts, num_microbatches: 
 def costs_of(plan: Plan, *, drains: bool = False) -> list[StageCosts] | None:
     """Returns the stage costs that a plan has stored; None if it has none. Raises ValueError naming a field.
 
-    drains: whether the schedule drains. Such a schedule has longer rounds if stages have different numbers of
-    replicas. With factors, updates and pushes take longer in longer rounds. So a plan with factors stores
-    separate costs for schedules that drain.
+    drains: whether the schedule drains. Such a schedule trains more minibatches between two updates if
+    stages have different numbers of replicas. With factors, updates and pushes then take longer. So a plan
+    with factors stores separate costs for schedules that drain.
     """
     name = "drained_costs" if drains and "drained_costs" in plan.predicted else "stage_costs"
     if plan.predicted.get(name) is None:

@@ -3,8 +3,8 @@ the two is planned and simulated. Among the combinations whose delay is at most 
 one wins.
 
 At stage s the mean delay of a schedule that does not drain is (n_s - 1) / c_s updates. n_s is the number of
-microbatches in flight at each replica, c_s the number of one replica's microbatches in a round
-(csrc/schedule/rounds.h). Pure; any thread; needs no torch.
+microbatches in flight at each replica, c_s the number of one replica's microbatches between two
+updates (csrc/schedule/rounds.h). Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations

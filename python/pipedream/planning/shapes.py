@@ -5,7 +5,9 @@
     Microbatches           the largest size of each dimension over the microbatches
 
 The profiler records the largest shapes that it sees. A plan carries these shapes to the workers. Each worker
-plans enough memory for them. Pure; any thread; needs no torch: anything with a shape counts as a tensor.
+plans enough memory for them. If some minibatches have few long texts and others many short ones, their shapes
+are two kinds, and memory is planned for each kind. Pure; any thread; needs no torch: anything with a shape
+counts as a tensor.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ __all__ = [
 Shapes = dict[str, tuple[int, ...]]
 
 NUM_KINDS_MAX = 16
-"""The most kinds of shapes that a plan keeps apart. Workers rehearse each kind, and compare every minibatch
-with all pairs of kinds.
+"""The most kinds of shapes that a plan keeps apart. Before the training, workers run one minibatch of each
+kind to measure its memory. They compare every minibatch with all pairs of kinds.
 """
 
 _ROUNDED = 1e-9  # tolerance of a logarithm

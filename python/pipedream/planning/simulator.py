@@ -164,7 +164,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def summarize(timeline: Sequence[Sequence[TimedInstruction]]) -> Simulation:
-    """Returns a simulation's figures for the measured times in a run's trace."""
+    """Makes a Simulation of the times measured in a run's trace, with the figures that simulate() gives."""
     from pipedream import _core
 
     programs = [[timed.instruction for timed in row] for row in timeline]

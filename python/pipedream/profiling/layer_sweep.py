@@ -115,7 +115,6 @@ class LayerSweep:
     def _time(
         self, stage: StageModule, value: Any, targets: Any, num_runs: int, until: float | None
     ) -> tuple[Any, list[_Run]]:
-        """Returns the layer's output and its times."""
         times: list[_Run] = []
         is_last = stage is self._stages[-1]
         output: Any = None

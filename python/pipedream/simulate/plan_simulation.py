@@ -83,12 +83,10 @@ class PlanSimulation:
 
     @functools.cached_property
     def _ranks(self) -> list[set[int]]:
-        """The ranks of each stage's replicas, as sets."""
         return list(map(set, ranks_of(self.traced.options.placement)))
 
     @functools.cached_property
     def _sent_by(self) -> list[list[Transfer]]:
-        """The transfers that each worker sends."""
         sent: list[list[Transfer]] = [[] for _ in range(self.simulation.num_workers)]
         for transfer in self.simulation.transfers:
             sent[transfer.from_worker].append(transfer)
@@ -175,7 +173,7 @@ class PlanSimulation:
             to_ms / 1e3 * self._bytes_per_s(worker, receiver) for receiver, to_ms in sent_ms.items()
         )
         served = self.plan.spare_stage_of(worker)
-        if served is not None:  # the simulation has only the part that does not overlap with receiving
+        if served is not None:  # simulated transfers leave out what a spare sends while it receives
             link_ms = spare_link_ms(self.plan.stages[served], self.profile, self.bandwidth_bytes_per_s)
             sent_bytes = link_ms / 1e3 * self.bandwidth_bytes_per_s * num_minibatches
         return {
@@ -337,7 +335,7 @@ def _simulate(
 
 def _enough_minibatches(plan: Plan) -> int:
     """Returns a number of minibatches with which the simulation reaches a steady state. With many replicas it
-    is smaller, because in every round all replicas of a stage exchange with each other.
+    is smaller, because at every update all replicas of a stage exchange with each other.
     """
     warm_up = 2 * max(plan.in_flight)
     exchanged = 4 * sum(stage.num_replicas * (stage.num_replicas - 1) for stage in plan.stages)
@@ -380,7 +378,7 @@ def _uncalibrated_costs(
     plan: Plan, profile: Profile, links: StageLinks, minibatches: Sequence[float]
 ) -> list[StageCosts]:
     """Returns each stage's costs from the profile alone. minibatches: for each stage, how many minibatches
-    one replica trains in a round.
+    one replica trains per update.
     """
     # A stage is as fast as its slowest worker, because the others wait for it.
     slowed = Limits(speeds=tuple(_speeds_of(plan))).slowed(profile, plan.stages)
@@ -415,7 +413,7 @@ def _costs_over(
 
 def _exchanging(cost: StageCosts, profile: Profile, stage: Stage, minibatches: float) -> StageCosts:
     """Returns the costs if replicas push factors where these are smaller. minibatches: how many minibatches
-    one replica trains in a round.
+    one replica trains per update.
     """
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
     share = shares_of_a_shard(layers, stage.num_replicas, minibatches=minibatches)
@@ -440,7 +438,6 @@ def _boundary_bytes(plan: Plan, profile: Profile) -> list[int]:
 
 
 def _transfers(plan: Plan, profile: Profile, links: StageLinks) -> list[LinkCosts]:
-    """Returns the costs of a minibatch's tensors over each boundary."""
     return [
         LinkCosts(1e3 * num_bytes / down, latency_ms, 1e3 * num_bytes / up)
         for num_bytes, down, up, latency_ms in zip(

@@ -185,7 +185,6 @@ class ScheduleDrawing:
         self._fill(begin - half_mark, end + half_mark, bottom - 0.03, _UPDATE_COLOUR, height=_ROW + 0.06)
 
     def _draw_transfers(self) -> None:
-        """Draws a line from the sender's row to the receiver's for each transfer that takes time."""
         for transfer in self.simulation.transfers:
             if transfer.end_ms == transfer.begin_ms:
                 continue

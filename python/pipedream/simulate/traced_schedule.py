@@ -322,7 +322,6 @@ def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
 
 
 def _choose_minibatches(request: TraceRequest, options: _core.ScheduleOptions) -> int:
-    """Returns the number of minibatches that the user asked for, or a number that can be drawn."""
     num_minibatches = minibatches_to_draw(options) if request.minibatches is None else request.minibatches
     if num_minibatches < 1:
         raise ValueError(f"--minibatches is {num_minibatches}: give at least 1")

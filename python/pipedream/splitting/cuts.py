@@ -65,7 +65,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class SpanState:
-    """The names of the parameters, buffers and modules that a span of the forward uses."""
+    """The names of the parameters, buffers and modules that one span uses. A span is the part of the forward
+    between two cuts.
+    """
 
     parameters: frozenset[str]
     buffers: frozenset[str]
@@ -157,7 +159,7 @@ class Cuts:
         return {name: spans.get(name, len(cuts)) for name in self._trace.parameters}
 
     def end_of(self, cut: Cut) -> int:
-        """Returns the tick at which the cut's call ends. Cuts are ordered by this tick."""
+        """Returns the time in the trace at which the cut's call ends. Cuts are ordered by this time."""
         return self._trace.calls[cut.call].end
 
     @property

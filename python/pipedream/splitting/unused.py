@@ -9,7 +9,7 @@ module that was not called is placed after the module that its parent registers 
       layers.1   not called         placed here, and so upstream of a cut after layers.2
       layers.2   called             ...
 
-Pure; any thread.
+A tick is a time in the trace (model/trace.py). Pure; any thread.
 """
 
 from __future__ import annotations
