@@ -30,8 +30,8 @@ struct Float16 {
   std::uint16_t bits;
 };
 
-// NumberOf<T> is the type for arithmetic on an element of type T, and for state that belongs to the element,
-// such as its momentum: double for double, float for all other types.
+// NumberOf<T> is the type for arithmetic on an element of type T. It is also the type of state that belongs
+// to the element, such as its momentum. It is double for double, and float for all other types.
 template <class T>
 using NumberOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 

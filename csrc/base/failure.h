@@ -24,7 +24,7 @@ class UserError : public std::runtime_error {
 enum class FailureKind {
   kPeerLost,      // the connection ended without a BYE frame, or the peer's BEAT frames stopped
   kTimeout,       // nothing happened within the time limit of a wait
-  kCorruptFrame,  // the bytes are no frame of this protocol, or the plan does not allow the frame here
+  kCorruptFrame,  // the bytes are no frame of this protocol, or the plan does not allow this frame now
   kAborted,       // the peer said that it stops, and why
   kClosed,        // used after close
   kDeviceError,   // this worker's own device refused a call, or earlier work on it failed

@@ -11,7 +11,7 @@ namespace pipedream {
 void die_with_parent(int parent_pid);
 
 // A worker calls this once, at start-up. It makes freed memory stay with the process. With malloc's default
-// thresholds every large tensor is mapped and unmapped, and the first touch of each fresh page costs 10 to
+// thresholds every large tensor is mapped and unmapped. The first touch of each fresh page then costs 10 to
 // 100 us on virtual machines.
 void keep_freed_memory();
 

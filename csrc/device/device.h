@@ -43,8 +43,8 @@ class Event {
   virtual void wait() const = 0;
 };
 
-// The most operations that a stream holds. While so many are pending, a thread that enqueues another may have
-// to wait.
+// The most operations that a stream holds. While that many are pending, a thread that enqueues another one
+// may have to wait.
 inline constexpr std::size_t kStreamDepth = 512;
 
 // A Stream is an ordered queue of asynchronous work. Any thread may enqueue work, and work is done in the
@@ -135,8 +135,8 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<Stream> wrap_stream(std::uintptr_t native_handle) = 0;
 
   // Throws a UserError that names size and device if there is not enough memory. Device memory is zeroed.
-  // Host memory (both kinds on the host backend, kStaging on CUDA) is also touched page by page, so that the
-  // first minibatch does not pay for it.
+  // Host memory is also touched page by page, so that the first minibatch does not pay for it. Host memory is
+  // kStaging on CUDA, and both kinds on the host backend.
   [[nodiscard]] virtual std::unique_ptr<Memory> allocate(std::size_t num_bytes, MemoryKind kind) = 0;
 
   // Pins host memory that the device did not allocate, so that copies from and to it are as fast and as
@@ -173,9 +173,9 @@ class Device {
 
 [[nodiscard]] std::unique_ptr<Device> make_host_device();
 
-// Whether CUDA can be used. It cannot in a build without CUDA, without a driver, with a driver that is too
-// old, or without a device that runs this build's kernels. why_no_cuda() is the reason, or empty. Neither
-// function makes a context.
+// Whether CUDA can be used. It needs a build with CUDA, a driver that is new enough, and a device that runs
+// this build's kernels. why_no_cuda() is the reason why CUDA cannot be used, or empty. Neither function makes
+// a context.
 [[nodiscard]] bool cuda_available();
 [[nodiscard]] std::string why_no_cuda();
 [[nodiscard]] bool built_with_cuda();

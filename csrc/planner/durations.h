@@ -34,8 +34,8 @@ struct StageDurations {
   double pull_ms = 0;
   double sync_latency_ms = 0;
   double num_chunks = 1;  // chunks of a shard; one is updated and sent on while the next ones arrive
-  // For each owner: how many milliseconds before the end of the last backward the first chunk of its shard is
-  // pushed, and how many before that end the last chunk. If empty, all chunks are pushed after the last
+  // For each owner: when the first chunk of its shard is pushed, and when the last one is. Both are
+  // milliseconds before the end of the last backward. If empty, all chunks are pushed after the last
   // backward.
   std::vector<std::pair<double, double>> push_leads_ms = {};
   bool updates_whole = false;  // an update waits for all chunks, for instance to take their norm
@@ -72,7 +72,7 @@ struct SharedCores {
 // from a deck, as one draws cards. When the deck is empty it gets a newly shuffled one, so that the mean over
 // each deck is exact.
 struct Spread {
-  std::map<Opcode, std::vector<double>> factors = {};  // an opcode that is not in here takes its mean
+  std::map<Opcode, std::vector<double>> factors = {};  // an opcode that is not listed takes its mean
   // Returns the worker's next deck: all factors of the opcode, shuffled. The worker draws them from the last
   // to the first.
   std::function<std::vector<double>(std::size_t worker, Opcode opcode)> shuffled = {};
@@ -91,8 +91,8 @@ struct Timing {
   Spread spread = {};
 };
 
-// Throws UserError for lists whose length does not fit the stages, the boundaries or waking_after_ms, for a
-// stage with less than one chunk, and for machines without workers or speeds.
+// Throws UserError for lists whose length does not fit the stages, the boundaries or waking_after_ms. Also
+// for a stage with less than one chunk, and for machines without workers or speeds.
 void check_timing(const Timing& timing, std::size_t num_stages);
 
 }  // namespace pipedream

@@ -1,5 +1,6 @@
-// Says for which weights of fully connected layers the replicas push their gradients as factors instead of as
-// whole ("dense") gradients, and adds up the costs of these weights. Pure arithmetic; any thread.
+// Replicas push gradients of fully connected layers either whole ("dense") or as factors. FactoredWeights
+// says which weights' gradients go as factors, and adds up the costs of these weights. Pure arithmetic; any
+// thread.
 //
 // With r replicas a weight's gradient goes as factors if r F < 2 W, where F is factor_bytes and W
 // weight_bytes (Zhang et al., Poseidon, ATC 2017, section 4.2). So each weight has a largest r for factors.

@@ -289,7 +289,8 @@ class LimitedSearch {
     const auto excels = [this](const Suffix& one, const Suffix& other) {
       if (one.in_flight_all() > other.in_flight_all()) return false;
       if (limits_.memory_bytes.empty()) return true;
-      // If the replica count of `one` divides that of `other`, `one` has no more edges to any stage upstream.
+      // If the replica count of `one` divides that of `other`, `one` has at most as many edges to any stage
+      // upstream as `other`.
       if (one.has_room) return other.copies.num_replicas % one.copies.num_replicas == 0;
       return one.copies.num_replicas == other.copies.num_replicas && one.spare_bytes >= other.spare_bytes;
     };

@@ -1,5 +1,5 @@
-// Finds the best partition by partition.h's cost model under limits: memory per worker, workers of different
-// speed, and cuts or replica counts that the user gives. The optimum is exact.
+// Finds the best partition by partition.h's cost model under limits. Limits are the memory and the speed of
+// each worker, and cuts or replica counts that the user gives. The optimum is exact.
 //
 // Stages get workers in the order of ranks, from the first stage on. A stage is as slow as its slowest
 // replica: T = (1/m) max( compute / min speed, sync ), with m replicas and with compute and sync of

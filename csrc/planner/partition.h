@@ -2,7 +2,7 @@
 //
 //   T(i..j, m) = (1/m) max( sum T_l, sum W_l^m )       time of a stage with layers i to j and m replicas
 //   W_l^m      = 4 (m-1) w_l / (m B)                   sync of a layer with w_l bytes of parameters
-//   C_i        = a_i / B                               a_i bytes of activations behind layer i
+//   C_i        = a_i / B                               a_i bytes of activations after layer i
 //   A(j, m)    = min( T(0..j, m),                      least bottleneck of layers 0 to j on m workers
 //                     min over i<j, m'<m of max( A(i, m-m'), 2 C_i, T(i+1..j, m') ) )
 //

@@ -282,8 +282,8 @@ class Replay {
     } else {
       const StageIndex above = std::min(edge.from.stage, edge.to.stage);
       const BoundaryDurations& boundary = timing_.boundaries[static_cast<std::size_t>(above.value())];
-      // Tied parameters and norms take only the link's latency, because they are small beside activations and
-      // gradients.
+      // Tied parameters and norms take only the link's latency, because they are small compared with
+      // activations and gradients.
       if (edge.kind == EdgeKind::kActivation || edge.kind == EdgeKind::kEvaluation)
         lane.transfer_ms = boundary.activation_ms;
       if (edge.kind == EdgeKind::kGradient) lane.transfer_ms = boundary.gradient_ms;

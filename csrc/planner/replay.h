@@ -19,7 +19,7 @@
 
 // A shard of several chunks is pushed from the time when its first chunk is made. Its owner updates a chunk
 // and sends it on while other chunks arrive. A push that no list receives goes to an asynchronous shard. That
-// shard makes its update beside its worker's own work, and answers by a pull.
+// shard makes its update at the same time as its worker's own work, and answers by a pull.
 #pragma once
 
 #include <cstddef>

@@ -28,8 +28,9 @@
 // also has the gradient of one layer's parameters, before this is added to the round's sum.
 //
 // A step has step_copies of a layer's parameters. For weights that go as factors it also has the largest
-// gradient, and all replicas' factors of this gradient. With shards it also has the mean of a whole shard if
-// the shard is updated at once, or of one chunk if a replica may have no minibatch in a short last round.
+// gradient, and all replicas' factors of this gradient. With shards it also has a mean gradient: of the whole
+// shard if the shard is updated at once, or of one chunk if a replica may have no minibatch in a short last
+// round.
 
 // Every stage except the first also has
 //
@@ -148,7 +149,7 @@ struct StageBytes {
 struct StageCopies {
   std::int64_t num_replicas = 0;   // 0 if there is no such stage
   std::int64_t in_flight = 0;      // microbatches in flight at each replica
-  std::int64_t num_versions = 0;   // that each replica keeps, without those for a staleness
+  std::int64_t num_versions = 0;   // that each replica keeps, without the versions for a staleness
   std::int64_t own_per_round = 1;  // c: how many microbatches of a round a replica has
 
   // The copies under schedule "pipedream": c = lcm(m, r) / r, and 1 + ceil((n - 1) / c) versions.

@@ -46,7 +46,7 @@ struct TimelineSummary {
 using Timeline = std::vector<std::vector<TimedStep>>;  // by worker, in order
 
 // Sums up a timeline. minibatches_per_body: the number of minibatches after which the lists repeat. The
-// steady window is a multiple of it.
+// length of the steady window is a multiple of this number.
 [[nodiscard]] TimelineSummary summarize(const Timeline& timeline, std::int64_t minibatches_per_body = 1);
 
 }  // namespace pipedream

@@ -44,8 +44,8 @@ struct PoolTerm {
 inline constexpr std::size_t kSlotAlignment = 256;
 inline constexpr std::int64_t kNumSlotsMax = 65535;  // the most slots of one term
 
-// The distance in bytes between two slots of slot_bytes. Another process that shares the term's memory finds
-// the slots by it.
+// The distance in bytes between two slots of slot_bytes. Another process that shares the term's memory uses
+// it to find the slots.
 [[nodiscard]] constexpr std::size_t slot_stride_bytes(std::size_t slot_bytes) {
   return (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
@@ -103,13 +103,13 @@ struct TermReport {
 // caches, is leased first. The stack is linked by slot indices. Its head is one word, so a lease and a
 // release are one atomic exchange each:
 //
-//   | tag: 32 bits | free slots: 16 bits | top: 16 bits, slot index + 1, 0 when none is free |
+// | tag: 32 bits | free slots: 16 bits | top: 16 bits, slot index + 1, 0 when none is free |
 //
-// The tag counts the changes. So a thread that was stopped between reading the head and exchanging it sees
-// that the head has changed, even if the same slot is on top again.
+// The tag counts the changes. Suppose a thread reads the head and is stopped before it exchanges it. It then
+// sees that the head has changed, even if the same slot is on top again.
 class SlotGroup {
  public:
-  // base is null until the pool is sealed. Until then nothing can be leased.
+  // base: the memory of the slots, or null if place() will give it later. Until then nothing can be leased.
   SlotGroup(PoolTerm term, std::byte* base, std::size_t stride_bytes);
   SlotGroup(const SlotGroup&) = delete;
   SlotGroup& operator=(const SlotGroup&) = delete;

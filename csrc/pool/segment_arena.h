@@ -1,6 +1,6 @@
 // Divides one leased slot into large segments for an allocator that divides them further. torch's caching
-// allocator takes its segments from here. So its tensors lie inside the worker's planned memory and cannot
-// exceed it.
+// allocator takes its segments from the arena. So its tensors lie inside the worker's planned memory and
+// cannot exceed it.
 //
 // It uses best fit and merges neighbouring free pieces. There are few segments, so a search through all free
 // ones is fast enough. free() may also wait for the device. Any thread; a mutex guards the lists. The caller

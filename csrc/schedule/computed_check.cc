@@ -275,10 +275,11 @@ Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const 
          std::to_string(newest_) + ", and " + std::to_string(num_kept_) + " are kept";
 }
 
-// The number of versions that are live while an instruction with this opcode runs: the newest one, the one
-// that an update writes, and older ones that will still be read. A slot holds the replica's own shard and the
-// shards that other replicas update. These may have different versions, so the larger of the two counts is
-// returned.
+// The number of versions that are live while an instruction with this opcode runs. Live are the newest
+// version, the one that an update writes, and older ones that will still be read.
+//
+// A slot holds the replica's own shard and the shards that other replicas update. These may have different
+// versions, so the larger of the two counts is returned.
 std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
   // An update that does not write in place has two versions at once: the newest one, and the one that it
   // writes.
@@ -301,8 +302,8 @@ std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
   return std::max(num_own_shard, newest_coming() - first + 1);
 }
 
-// The newest version that other replicas may have written: they may have updated every round whose backwards
-// are done here.
+// The newest version that other replicas may have written. They may have updated every round whose backwards
+// this replica has done.
 std::int64_t StageChecker::newest_coming() const {
   return rounds_.first_version().value() + num_backwarded_ / rounds_.own_per_round();
 }
@@ -390,8 +391,8 @@ class ListChecker {
     return writes_version(instruction.opcode) ? check_drained(instruction) : Fault();
   }
 
-  // If the schedule drains, no update may come before all backwards of its round at all stages of the worker,
-  // because a norm over all stages may be taken before the first update.
+  // If the schedule drains, no update may come before all backwards of its round, at all stages of the
+  // worker. The reason is that a norm over all stages may be taken before the first update.
   [[nodiscard]] Fault check_drained(const Instruction& update) const {
     if (!drains_) return {};
     for (const StageChecker& stage : stages_) {

@@ -59,7 +59,7 @@ struct Edge {
 // for the next. A receiver of activations has more slots, because it keeps each activation until its
 // backward.
 inline constexpr std::int64_t kNumGradientSlots = 2;
-// The most items that may wait on an edge of kind kEvaluation. The sender waits while there are so many.
+// The most items that may wait on an edge of kind kEvaluation. While that many wait, the sender waits, too.
 inline constexpr std::int64_t kNumEvaluationSlots = 2;
 // The most items that a sender may hold because they are not sent yet. in_flight_upstream: the most
 // microbatches in flight at the upstream one of the two stages. Each unsent item belongs to one of these

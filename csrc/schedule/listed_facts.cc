@@ -138,7 +138,7 @@ void ListedProgram::count_at(const Place& place, Facts& facts) const {
     if (writes_version(instruction.opcode)) {
       newest = instruction.version.value();
     } else if (rounds.num_replicas > 1 && !facts.first_unstashed) {
-      // The version may have come from another replica.
+      // Another replica may have written this version already.
       newest = num_backwarded / rounds.own_per_round();
     }
     std::int64_t& num_kept = facts.forwards.num_versions_kept;

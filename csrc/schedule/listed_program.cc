@@ -288,8 +288,8 @@ std::string ListedProgram::reason_to_move(Rank rank, Rank due) const {
          name_of(due) + "\"";
 }
 
-// Finds the length of each stage's rounds from its number of updates in a body: the shortest that the stage
-// may have, or the length that fits all stages.
+// Finds the length of each stage's rounds from its number of updates in a body. It is either the shortest
+// length that the stage may have, or the length that fits all stages.
 void ListedProgram::count_rounds() {
   ScheduleOptions options;
   options.placement = placement_;

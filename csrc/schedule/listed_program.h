@@ -106,8 +106,8 @@ class ListedProgram {
   [[nodiscard]] Phase phase_of(const Instruction& instruction,
                                std::optional<std::int64_t> num_minibatches) const;
 
-  // Facts of a stage: the most microbatches that a replica has forwarded and not yet backwarded, the versions
-  // that it keeps, and whether every backward reads the version that its forward has read.
+  // Facts of a stage. num_in_flight() is the most microbatches that a replica has forwarded and not yet
+  // backwarded. stashes() says whether every backward reads the version that its forward has read.
   [[nodiscard]] std::int64_t num_in_flight(StageIndex stage) const { return facts_of(stage).num_in_flight; }
   [[nodiscard]] std::int64_t num_versions_kept(StageIndex stage) const {
     return facts_of(stage).forwards.num_versions_kept;

@@ -15,9 +15,9 @@ inline constexpr std::size_t kShardChunkBytesMax = std::size_t{4} << 20;
 // arrive.
 inline constexpr std::int64_t kNumSpareSlots = 4;
 
-// The size of the largest chunk of a shard: a sixteenth of shard_bytes, within the bounds above. Small chunks
-// keep links busy, because an owner sends its last chunk only when all replicas have pushed it, and its link
-// may be idle until then. But each chunk costs processor time, so large shards have larger chunks.
+// The size of the largest chunk of a shard: a sixteenth of shard_bytes, within the bounds above. An owner
+// sends its last chunk only when all replicas have pushed it, and its link may be idle until then. Small
+// chunks shorten this time. But each chunk costs processor time, so large shards have larger chunks.
 [[nodiscard]] std::size_t shard_chunk_bytes_max(std::size_t shard_bytes);
 
 // The relative sizes of the shards of n replicas and k spares, for a stage with M bytes of parameters. Let a

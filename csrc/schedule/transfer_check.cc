@@ -126,7 +126,7 @@ class TransferChecker {
       return check_overwritten(instruction.stage, newest, tied_rule_of(options_, updater));
     }
     // A stage that does not stash has one slot, and a backward reads whatever version is in it. So only a
-    // stage that stashes may overwrite a version too early.
+    // stage that stashes could overwrite a version that is still needed.
     const VersionRule rule = forward_rule_of(options_, instruction.stage);
     if (stashes_versions(options_, instruction.stage)) {
       if (Fault fault = check_overwritten(instruction.stage, newest, rule); !fault.empty()) return fault;

@@ -27,9 +27,9 @@ StageReplica first_place_at(const Placement& placement, std::int64_t rank) {
   return {place.stage, place.replica};
 }
 
-// Returns the two ends of the norm edge from the worker at this rank to the worker at the next rank, or
-// nothing if there is no such edge. If the schedule drains, norms are added up over all workers, otherwise
-// over the replicas of a stage.
+// Returns the two ends of the norm edge between the workers at this rank and at the next rank, or nothing if
+// there is no such edge. If the schedule drains, norms are added up over all workers, otherwise over the
+// replicas of a stage.
 std::optional<std::pair<StageReplica, StageReplica>> norm_ends(const Placement& placement, std::int64_t rank,
                                                                bool drains) {
   if (rank < 0 || rank + 1 >= placement.num_ranks()) return std::nullopt;

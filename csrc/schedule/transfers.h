@@ -146,7 +146,7 @@ class Transfers {
   void receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const;
   // The newest version that the replica has pulled by the time of its last push.
   [[nodiscard]] WeightVersion newest_pulled(std::int64_t num_minibatches) const;
-  // The replica of the stage that has the microbatch with this number.
+  // Returns which replica of the stage has the microbatch with this number.
   [[nodiscard]] StageReplica end_at(StageIndex stage, std::int64_t number) const {
     return {stage, rounds_at(stage).replica_of(number)};
   }

@@ -15,8 +15,8 @@
 
 // Both steps are linear in the number of instructions; the second runs once per worker. Asynchronous shards
 // serve other replicas by lists of their own, which the second step treats as lists of further workers. Each
-// of these waits for one replica alone. So this is a Kahn network, too, although the order in which a shard
-// adds gradients is not fixed.
+// of these lists waits for only one replica. So this is a Kahn network, too, although the order in which a
+// shard adds gradients is not fixed.
 #include "schedule/validator.h"
 
 #include <algorithm>
@@ -84,8 +84,8 @@ class Pipeline {
   std::vector<std::vector<std::size_t>> edge_indices_;  // per worker and instruction; kNoEdge if it computes
   std::vector<std::size_t> positions_;                  // per worker
   std::vector<Queue> queues_;
-  // Per worker: the replicas with which it updates by a collective, itself included (empty if there are
-  // none); how many updates it has reached; whether it waits at an update.
+  // These members count updates by a collective, per worker: the replicas that update together with the
+  // worker, itself included; how many updates it has reached; whether it waits at an update.
   std::vector<std::vector<std::size_t>> groups_;
   std::vector<std::int64_t> num_come_to_;
   std::vector<bool> is_waiting_;

@@ -4,7 +4,7 @@
 //
 // A Flags argument has the members of SgdFlags or AdamFlags. On the host these members are compile-time
 // constants, so that each combination of options is one loop without branches. On a device they are run-time
-// values, because branches that all threads take alike cost nothing beside the memory traffic.
+// values, because branches that all threads take alike cost nothing compared with the memory traffic.
 #pragma once
 
 #include <cmath>
@@ -72,7 +72,7 @@ PD_ELEMENT T sgd_element(Flags flags, const SgdFactors<T>& factors, T weight, T 
 }
 
 struct AdamFlags {
-  bool has_weight_decay;  // added to the gradient; a decoupled one is in AdamFactors::weight_share
+  bool has_weight_decay;  // added to the gradient; decoupled weight decay is in AdamFactors::weight_share
   bool amsgrad;
   bool lerp_from_gradient;  // 1 - beta1 >= 0.5; torch's lerp then starts from the gradient
   bool nesterov;            // NAdam: the gradient itself moves the weight, too

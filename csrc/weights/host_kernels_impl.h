@@ -80,10 +80,10 @@ std::int64_t elements_to_line(const T* address) {
   return past_line == 0 ? 0 : (kCacheLineBytes - past_line) / static_cast<std::int64_t>(sizeof(T));
 }
 
-// Calls compute(first, count, target), which writes the new weights of `count` elements from `first` on to
-// target. target is weight_out itself or, with streaming, a buffer of one cache line, which is then streamed
-// to weight_out. Larger buffers were slower by half, because memory reads and writes overlap only if they
-// alternate often.
+// Calls compute(first, count, target) for pieces of the range. compute() writes the new weights of `count`
+// elements, from `first` on, to target. Without streaming, target is weight_out itself. With streaming it is
+// a buffer of one cache line, which is then streamed to weight_out. Larger buffers were slower by half,
+// because memory reads and writes overlap only if they alternate often.
 template <class T, class Compute>
 void for_each_piece(std::int64_t num_elements, T* weight_out, bool streaming, Compute compute) {
   if (!streaming) return compute(0, num_elements, weight_out);

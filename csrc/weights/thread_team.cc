@@ -45,8 +45,8 @@ int ThreadTeam::num_helpers() const {
 bool ThreadTeam::share_openmp(const std::string& library_path) {
   void* const library = dlopen(library_path.c_str(), RTLD_NOLOAD | RTLD_LAZY);
   if (library == nullptr) return false;
-  // dlsym() searches the library and those that it was linked with. The handle stays open, so that the
-  // functions stay loaded.
+  // dlsym() searches the library and the libraries with which it was linked. The handle stays open, so that
+  // the functions stay loaded.
   void* const parallel = dlsym(library, "GOMP_parallel");
   void* const thread_index = dlsym(library, "omp_get_thread_num");
   if (parallel == nullptr || thread_index == nullptr) {
@@ -111,7 +111,7 @@ void ThreadTeam::start_helpers(int num_helpers) {
       const int share_index = static_cast<int>(helpers_.size()) + 1;
       helpers_.emplace_back([this, share_index] { help(share_index); });
     } catch (const std::system_error&) {
-      return;  // the system gives no more threads; the present ones do the work
+      return;  // the system gives no more threads; the threads that exist do the work
     }
   }
 }

@@ -62,7 +62,7 @@ std::int64_t VersionSlots::num_readers(WeightVersion version) const {
 
 SlotIndex VersionSlots::begin_update() const {
   // Overwrites the oldest version first, because schedules that read older versions still need the newer
-  // ones.
+  // versions.
   const Slot* oldest = nullptr;
   for (const Slot& slot : slots_) {
     if (!is_writable(slot)) continue;

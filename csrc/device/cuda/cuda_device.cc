@@ -3,8 +3,8 @@
 //
 // The caller's framework sees no change of the current device, and its captures go on (cuda_calls.h). Streams
 // are non-blocking, so nothing here waits for the legacy default stream unless the caller wraps that stream.
-// The runtime is linked statically. It shares the driver's primary context with every other runtime of the
-// process, for instance torch's, so both can use the same streams, events and pointers.
+// The runtime is linked statically. All runtimes of a process, torch's too, share the driver's primary
+// context. So they can use the same streams, events and pointers.
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -431,7 +431,7 @@ class CudaDevice final : public Device {
   const std::shared_ptr<FreeEvents> events_;  // shared with the events, which may outlive the device
   std::string name_;
   std::mutex mutex_;                                          // guards the members below
-  std::array<CopyStreams, kNumCopyUses> copy_streams_;        // null until one is needed
+  std::array<CopyStreams, kNumCopyUses> copy_streams_;        // each is null until it is needed
   std::array<std::size_t, kNumCopyUses> num_copy_streams_{};  // calls of make_copy_stream(), by use
 };
 
@@ -471,7 +471,7 @@ std::string why_no_kernels(int device_index) {
 
 struct DeviceCount {
   int num_devices = 0;
-  std::string why_none;  // why this build can use none of them; empty if it can use one
+  std::string why_none;  // the reason why no device can be used; empty if one can
 };
 
 // Counts the devices. If the driver or all devices are missing or too old, it does not throw; why_none then

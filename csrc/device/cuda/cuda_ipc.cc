@@ -18,7 +18,7 @@
 namespace pipedream {
 namespace {
 
-// The bytes of ExportedMemory::handle(), which travel between processes of one build and host.
+// The bytes of ExportedMemory::handle(). They travel between processes of the same build on the same host.
 struct Handle {
   cudaIpcMemHandle_t memory;
   cudaUUID_t device;

@@ -48,8 +48,8 @@ std::size_t mem_available_bytes() {
   return std::numeric_limits<std::size_t>::max();
 }
 
-// Maps memory. If it is at least one huge page, it begins at a huge page's boundary, so that the kernel can
-// use huge pages from the first byte. Returns null if the kernel refuses.
+// Maps memory. Memory of at least one huge page begins at a huge page's boundary, so that the kernel can use
+// huge pages from the first byte. Returns null if the kernel refuses.
 std::byte* map_aligned(std::size_t mapped_bytes) {
   const std::size_t slack_bytes = mapped_bytes >= kHugePageBytes ? kHugePageBytes : 0;
   void* const mapping =
