@@ -5,12 +5,12 @@ model's layers.
     one worker                                   the runtime's own work, and an update in place
     one stage per worker, 1 microbatch           workers that share the cores, and copies of weight versions
     one stage per worker, one works at a time    how much faster a worker is alone; the latency of an item
-    like the row above, but with pauses          how much slower a worker is after a long wait
+    the same with pauses                         how much slower a worker is after a long wait
     one stage per worker, 2 and 4 microbatches   the time of one microbatch of a minibatch (schedule flush)
     two replicas                                 an update that replicas share
 
 measured_costs.py computes the costs from these runs. calibrate() runs in the caller's process and starts
-workers; the model and the random generators stay as they were.
+workers. It leaves the model and the random generators unchanged.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from pipedream.report.result import RunResult
 
 __all__ = ["calibrate", "calibration_runs"]
 
-_MICROBATCHES = (2, 4)  # instead of 4 the number of stages, if that is larger
-_BATCHES_MAX = 16  # of the user's data; a run repeats them
-_FAST_BYTES_PER_S = 1e15  # so fast that the plan balances the stages and ignores what crosses the cuts
-_ROUNDS = 4
+_MICROBATCHES = (2, 4)  # tried numbers of microbatches; with more than 4 stages, their number replaces 4
+_BATCHES_MAX = 16  # batches that are taken from the user's data; a run repeats them
+_FAST_BYTES_PER_S = 1e15  # so fast that the plan balances the stages by their compute time alone
+_ROUNDS = 4  # repetitions of each kind of run
 _MINIBATCHES_MIN, _MINIBATCHES_MAX = 30, 2000
-# The pause, and the number of minibatches, of runs with pauses. After this pause caches are nearly as cold as
-# after any longer pause.
+# The pause of a minibatch in runs with pauses, and the number of their minibatches. After this pause caches
+# are nearly as cold as after any longer pause.
 _PAUSE_SECONDS, _PAUSED_MINIBATCHES = 0.004, 150
 
 
@@ -98,8 +98,8 @@ def calibration_runs(
     weights: WeightSource = None,
     progress: bool = True,
 ) -> tuple[Plan, Runs]:
-    """Does the runs of calibrate(), which has the same arguments. Returns the runs, and the plan of the runs
-    with several stages. bench/system/predictions.py compares its predictions with these runs."""
+    """Does the runs of calibrate(), which has the same arguments. Returns (the plan of the runs with several
+    stages, the runs). bench/system/predictions.py compares its predictions with these runs."""
     check_main_guard()
     if under_torchrun():
         raise ValueError(
@@ -119,7 +119,7 @@ def calibration_runs(
     threads, cores = torch.get_num_threads(), usable_cpus()
 
     def measure(plan: Plan, data: list[Any] = repeated, **options: Any) -> RunResult:
-        # In every run a worker has as many threads as if all `workers` shared the machine.
+        # In every run a worker has as many threads as it has when all `workers` share the machine.
         torch.set_num_threads(max(1, min(threads, cores // workers)))
         try:
             return run(
@@ -137,7 +137,7 @@ def calibration_runs(
             torch.set_num_threads(threads)
             advance(1)
 
-    # No more stages than cores, so that each worker has a core; but at least 2 if there is one core only.
+    # There are no more stages than cores, so that each worker has a core. With one core there are 2 stages.
     stages = min(workers, max(cores, 2), profile.num_layers)
     straight = partition(profile, stages, _FAST_BYTES_PER_S, straight=True)
     last = profile.num_layers - 1
@@ -151,7 +151,7 @@ def calibration_runs(
     runs = Runs([], [], [], cut, [], rested)
     num_runs = _ROUNDS * (2 + 3 * (stages > 1) + len(cut))
     with generators_kept(), progress_bar("calibrating", num_runs, "runs", is_shown=progress) as advance:
-        for _ in range(_ROUNDS):  # kinds of runs take turns, since the machine's other load changes
+        for _ in range(_ROUNDS):  # the kinds of runs take turns, because the machine's other load changes
             runs.one.append(measure(whole))
             runs.straight.append(measure(straight))
             if stages > 1:
@@ -177,14 +177,13 @@ def _typical_of(runs: Runs) -> Runs:
 
 def _typical(results: Sequence[RunResult]) -> list[RunResult]:
     """Sorts the runs by speed and returns the middle half. The times of equal runs may differ by a tenth,
-    because their memory lies elsewhere or the machine was busy."""
+    because their memory has other addresses or because the machine was busy."""
     left_out = len(results) // 4
     return sorted(results, key=lambda result: result.measured_ms)[left_out : len(results) - left_out]
 
 
 class _AfterPause:
-    """A loss function that sleeps before it computes, so that its gradients come late, as over a slow
-    link."""
+    """A loss function that sleeps before it computes. So gradients come late, as over a slow link."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
         self._loss_fn = loss_fn
@@ -199,8 +198,8 @@ def _of_half_a_second(profile: Profile) -> int:
 
 
 def _whole_ones(batches: list[Any], batch_size: int | None) -> list[Any]:
-    """Returns the batches of the profile's size, without a short last one; all batches if none has that
-    size."""
+    """Returns the batches that have the profile's batch size. A short last batch is left out. Returns all
+    batches if none has that size."""
     of_size = [
         batch
         for index, batch in enumerate(batches)

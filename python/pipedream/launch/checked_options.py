@@ -1,8 +1,8 @@
 """Makes the workers' options from run()'s arguments. Checks whether the arguments fit each other, the plan
 and the model.
 
-run_options.py has the checks of one argument by itself. csrc/schedule/exclusions.cc has the pairs of options
-that exclude each other. Runs on the caller's thread, before any process starts.
+run_options.py checks each argument by itself. csrc/schedule/exclusions.cc lists the pairs of options that
+exclude each other. Runs on the caller's thread, before any process starts.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steerin
 
 
 def _traits_of(options: JobOptions, arguments: dict[str, Any], *, on_meta: bool) -> Traits:
-    """Returns the traits of the run, its data and its model, between which exclusions.cc has rules."""
+    """Returns the traits of the run, its data and its model. exclusions.cc says which traits exclude each
+    other."""
     data, epochs = arguments["data"], options.epochs
     traits: Traits = {} if options.schedule == AUTO else options.traits()  # only rank 0 knows an "auto" plan
     if arguments["codec"] is None:
@@ -125,8 +126,8 @@ def _traits_of(options: JobOptions, arguments: dict[str, Any], *, on_meta: bool)
 
 
 def _with_checkpoints(options: JobOptions, checkpoints: Checkpoints, model: Model) -> JobOptions:
-    """Adds the checkpoints to the options. Rank 0, or the caller of local workers, looks for the checkpoint
-    to continue from."""
+    """Returns the options with the checkpoints. Rank 0, or the caller of local workers, looks for the
+    checkpoint to continue from."""
     checkpoints = replace(checkpoints, path=checkpoints.folder)
     continues: Continued | None = None
     if is_rank_0():
@@ -139,8 +140,8 @@ def _with_checkpoints(options: JobOptions, checkpoints: Checkpoints, model: Mode
 
 
 def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str | Program, int]:
-    """Returns the schedule and the number of microbatches. On ranks other than 0 "auto" stays "auto" until
-    they get rank 0's plan."""
+    """Returns (schedule, number of microbatches). At other ranks than 0 the schedule stays "auto" until they
+    get rank 0's plan."""
     schedule, microbatches = arguments["schedule"], arguments["microbatches"]
     if schedule == AUTO and not is_rank_0():
         return AUTO, microbatches
@@ -159,7 +160,7 @@ def _codec_of(arguments: dict[str, Any], plan: Plan) -> Any:
 
 
 def _gather_of(arguments: dict[str, Any], *, on_meta: bool) -> str:
-    """Returns where the trained weights go. A model on the meta device gets no weights back."""
+    """Returns where the trained weights go. They do not go back into a model on the meta device."""
     gather: str = arguments["gather"]
     if not on_meta:
         return gather
@@ -178,8 +179,8 @@ def _absolute(path: Any) -> Any:
 
 
 def _check_environment() -> None:
-    """Raises an error for a mistake in an environment variable that workers read, before any worker
-    starts."""
+    """Raises an error for a mistake in an environment variable that workers read. So the mistake is found
+    before any worker starts."""
     choose_device_type()
     wants_checksums()
     compares_losses()
@@ -196,8 +197,8 @@ def _fitting(plan: Plan, data: Iterable[Any]) -> Plan:
 
 
 def _fitting_kinds(plan: Plan, kinds: Sequence[Shapes]) -> Plan:
-    """Returns the plan with memory for the shapes of an earlier run. Otherwise this run would have to drain
-    and plan again when such a minibatch comes."""
+    """Returns the plan with memory for the shapes of an earlier run. Without it this run would have to drain
+    and plan again when a minibatch of such a shape comes."""
     if plan.shapes_apart:
         return replace(plan, shapes_apart=tuple(kinds))
     return replace(plan, max_shapes=functools.reduce(larger_of, kinds, plan.max_shapes))

@@ -1,15 +1,15 @@
-"""Compares the workers' loss of minibatch 0 with the caller's own. A difference shows that the workers train
-another model than the caller's.
+"""Compares the workers' loss of minibatch 0 with the caller's own loss. A difference shows that the workers
+train another model than the caller's.
 
     workers   import, rehearse, train minibatch 0, write the loss to the status board
     caller    starts the workers, computes the loss, looks every 50 ms for the workers' loss, compares
 
-Both use the initial weights. Nothing is compared if the losses may differ for a good reason: random numbers
+Both use the initial weights. The losses are not compared if they may differ for a good reason: random numbers
 are drawn, the workers read another minibatch, a codec changes activations, the workers use another kind of
 device than the model's, or the model is on the meta device.
 
-If a forward was run to cut the model, it has given the loss. Otherwise the caller runs one forward in
-microbatches, without storing activations. With PIPEDREAM_CHECK=1 the caller computes gradients too, and
+If a forward was run to cut the model, it has given the caller's loss. Otherwise the caller runs one forward
+in microbatches, without storing activations. With PIPEDREAM_CHECK=1 the caller computes gradients too, and
 compares their norms stage by stage. Runs on the caller's thread.
 """
 
@@ -51,9 +51,9 @@ from pipedream.worker.devices import choose_device_type
 __all__ = ["FirstLoss"]
 
 # Two losses may differ by _TOLERANCE * max(both losses, _LEAST). Workers have other numbers of threads than
-# the caller, and so add numbers in another order.
+# the caller, so they add numbers in another order.
 _TOLERANCE, _LEAST = 1e-3, 1e-2
-_COARSE_TOLERANCE, _COARSE_LEAST = 5e-2, 1.0  # if something may be rounded to 16 bits
+_COARSE_TOLERANCE, _COARSE_LEAST = 5e-2, 1.0  # the same bounds if values may be rounded to 16 bits
 Outcome = Literal["unknown", "incomparable", "equal", "different"]
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -69,16 +69,16 @@ class FirstLoss:
         first: KeptMinibatch,
         read_first: Callable[[], tuple[Any, Any]],
     ) -> None:
-        """stages: the stages of the model. first: has minibatch 0 if it was read before. read_first: called
-        to read minibatch 0 otherwise."""
+        """stages: the stages of the model. first: has minibatch 0 if it was already read. read_first: reads
+        minibatch 0 otherwise."""
         self._model = model
         self._stages = stages
         self._options = options
         self._first = first
         self._read_first = read_first
         self.outcome: Outcome = "unknown" if self._is_comparable() else "incomparable"
-        # Gradients are not compared in two cases: with float16 they are scaled, and replicas push gradients
-        # to other workers while the backward runs.
+        # Gradients are not compared with float16, because they are scaled, nor with replicas, because these
+        # push gradients to other workers while the backward runs.
         self._compares_gradients = (
             compares_gradients()
             and options.autocast is not torch.float16
@@ -107,8 +107,8 @@ class FirstLoss:
             self.outcome = "incomparable"
 
     def differs(self, board: StatusBoard, folder: Path) -> str | None:
-        """Describes how the workers' figures differ from the caller's. Returns "" if they agree, None if the
-        workers have not reported them yet."""
+        """Describes how the workers' figures differ from the caller's. Returns "" if they agree or cannot be
+        compared, and None if the workers have not reported them yet."""
         self.compute()
         if self.outcome != "unknown":
             return ""
@@ -154,14 +154,14 @@ class FirstLoss:
         plan, codec = self._options.plan, self._options.links.codec
         return (
             compares_losses()
-            # A run that continues also reads older weight versions, which the caller does not have.
+            # A run that continues reads older weight versions, too, which the caller does not have.
             and self._options.state is None
             and self._options.continues is None
             and all(codec_between(codec, s, s + 1) == NO_CODEC for s in range(plan.num_stages - 1))
             and not is_on_meta(self._roots())
             and device_of(self._roots()).type == choose_device_type()
-            # The forward that cut the model had the same model, minibatch and generators. It gave no loss if
-            # it drew random numbers.
+            # The forward that cut the model had the same minibatch and generators. It gave no loss if it drew
+            # random numbers.
             and not (isinstance(self._model, CutModel) and self._model.loss is None)
         )
 

@@ -48,8 +48,8 @@ from pipedream.common.errors import PipelineError, one_line
 
 __all__ = ["Process", "serve", "start_server"]
 
-# Modules that the server imports before any fork. The comments say which code would otherwise import them in
-# every worker.
+# Modules that the server imports before any fork. The comments name the first step of a worker that would
+# otherwise import the module.
 _PRELOADED = (
     "torch",
     "pipedream.worker.local_worker",
@@ -57,7 +57,7 @@ _PRELOADED = (
     "numpy.random",  # the first seed
     "zmq",  # the first link
 )
-# torch's own optimizers import this module. If the caller has imported it or asks for it, the server imports
+# Module that torch's own optimizers import. If the caller has imported it or asks for it, the server imports
 # it before the next fork. If the caller may need it later, the server imports it when no request waits.
 _COMPILER = "torch._dynamo"
 # Prefixes of environment variables that are read when a program or a library is loaded.
@@ -65,17 +65,18 @@ _OF_PROGRAMS = ("LD_", "GLIBC_", "MALLOC_", "PYTHON")
 _OF_TORCH = ("TORCH", "PYTORCH_", "ATEN_", "C10_", "CUDA_", "NVIDIA_", "NCCL_", "PIPEDREAM_LIBZMQ")
 _OF_KERNELS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_")
 _READ_AT_LOAD = (*_OF_PROGRAMS, *_OF_TORCH, *_OF_KERNELS)
-_SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING")  # torch sets them itself, at some time
-# A request to fork is one byte, whose bits say which of the files 0, 1 and 2 are open. Two other values ask
-# the server to import _COMPILER, at once or only if no other request waits. Those two get no answer.
+_SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING")  # torch may set them while a script runs
+# A request to fork is one byte, whose bits say which of the files 0, 1 and 2 are open. Two other values of
+# the byte ask the server to import _COMPILER, at once or only if no other request waits. The server does not
+# answer these two.
 _REQUEST = struct.Struct("<B")
 _IMPORT_COMPILER, _IMPORT_COMPILER_IF_IDLE = 0xFF, 0xFE
-_ANSWER = struct.Struct("<q")  # the worker's pid, or minus the error's number
-_SIZE = struct.Struct("<Q")  # bytes of the _Surroundings with which a task begins
+_ANSWER = struct.Struct("<q")  # the worker's pid; if the fork failed, minus the errno
+_SIZE = struct.Struct("<Q")  # bytes of the pickled _Surroundings, with which a task begins
 _NUM_FILES_MAX = 32
 # Terminals and batch systems (Slurm's --signal) send these signals to all processes of a job. Workers ignore
-# them, because a handler in the caller's script decides. Without a handler the caller ends, and its workers
-# end with it.
+# them, because the caller's script may have handlers for them. Without a handler the caller ends, and its
+# workers end with it.
 _OF_THE_CALLER = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -90,8 +91,8 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 def start_server(*, compiler: Literal["if idle", "before forks"] | None = None) -> None:
     """Starts the server if there is none. Returns at once, while the server imports torch.
 
-    compiler: lets the server also import torch's compiler, which torch's own optimizers would import in every
-    worker. "before forks" does so before the next fork, "if idle" only if no fork waits."""
+    compiler: makes the server also import torch's compiler. Otherwise torch's own optimizers would import it
+    in every worker. "before forks" imports it before the next fork, "if idle" only if no fork waits."""
     with _lock:
         server = _server_of_this_process()
         if compiler == "before forks":
@@ -101,9 +102,10 @@ def start_server(*, compiler: Literal["if idle", "before forks"] | None = None) 
 
 
 class Process(process.BaseProcess):
-    """A process of multiprocessing that the fork server makes. Target and arguments are pickled.
+    """A process of multiprocessing that the fork server makes. Its target and arguments are pickled.
 
-    environment: variables in addition to this process's. The worker has them when it imports the script.
+    environment: variables in addition to those of this process. The worker has them when it imports the
+    script.
     """
 
     _start_method = None
@@ -118,8 +120,8 @@ class Process(process.BaseProcess):
 
 
 class _InheritedFile:
-    """Stands for an open file, such as a connection, in the pickled arguments. It has the index of that file
-    among the files that are sent."""
+    """Stands for an open file, such as a connection, in the pickled arguments. It has the file's index among
+    the files that are sent to the worker."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -128,7 +130,7 @@ class _InheritedFile:
         return _inherited_files[self._index]
 
 
-_inherited_files: list[int] = []  # in a worker: the files that the caller sent
+_inherited_files: list[int] = []  # in a worker, the files that the caller has sent
 
 
 class _Popen(popen_fork.Popen):
@@ -156,7 +158,7 @@ class _Popen(popen_fork.Popen):
         finally:
             set_spawning_popen(None)
         # Each process holds one end of each of two pipes. When a process ends, its ends are closed, and the
-        # other process can wait for that: this process by the sentinel, the worker by the pipe of the task.
+        # other process notices it: this process at `sentinel`, the worker at the pipe of the task.
         end_read, end_write = os.pipe()
         task_read, task_write = os.pipe()
         self.finalizer = util.Finalize(self, _close_files, (end_read, task_write))
@@ -167,7 +169,7 @@ class _Popen(popen_fork.Popen):
             os.close(task_read)
             os.close(end_write)
         with contextlib.suppress(BrokenPipeError), open(task_write, "wb", closefd=False) as pipe:
-            pipe.write(task.getbuffer())  # a broken pipe: the worker has ended, and its exit code tells
+            pipe.write(task.getbuffer())  # after a broken pipe the worker's exit code says why
 
 
 def _close_files(*files: int) -> None:
@@ -176,8 +178,8 @@ def _close_files(*files: int) -> None:
 
 
 class _Surroundings:
-    """The caller's environment, umask, CPUs and niceness. A child usually inherits them from its parent. A
-    worker is forked from the server instead, so the caller sends them."""
+    """The caller's environment, umask, CPUs and niceness. A child usually inherits them from its parent, but
+    a worker is forked from the server. So the caller sends them."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(os.environ) | dict(environment)
@@ -194,22 +196,22 @@ class _Surroundings:
         os.umask(self._umask)
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, self._cpus)
-        with contextlib.suppress(OSError):  # only root may lower it
+        with contextlib.suppress(OSError):  # only root may lower the niceness
             os.setpriority(os.PRIO_PROCESS, 0, self._niceness)
 
 
-# The caller's side.
+# The functions and classes from here to serve() run in the caller's process.
 
 
 class _Server:
-    """The server's process, and the socket to it."""
+    """The process of the fork server, and the socket to it."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.kind = _kind_of_server()
         self._has_compiler = False
         self._socket, there = socket.socketpair()
-        with there, _held(_OF_THE_CALLER):  # the server inherits the blocked signals, then ignores them
+        with there, _held(_OF_THE_CALLER):  # blocked signals are inherited; serve() then ignores them
             self._process = subprocess.Popen(
                 self._command(there.fileno()),
                 stdin=subprocess.DEVNULL,
@@ -239,11 +241,11 @@ class _Server:
             self._tell(_IMPORT_COMPILER_IF_IDLE)
 
     def _tell(self, request: int) -> None:
-        with contextlib.suppress(OSError):  # the server has ended: the next fork finds that
+        with contextlib.suppress(OSError):  # if the server has ended, the next fork finds out
             self._socket.sendall(_REQUEST.pack(request))
 
     def fork(self, files: list[int]) -> int:
-        """Returns the worker's pid, or minus an errno. Raises OSError if the server is gone."""
+        """Returns the worker's pid, or minus an errno. Raises OSError if the server has ended."""
         if _COMPILER in sys.modules:
             self.import_compiler()
         standard = [file for file in (0, 1, 2) if _is_open(file)]
@@ -256,7 +258,7 @@ class _Server:
         return int(number)
 
     def replaced(self) -> _Server:
-        """Closes this server. Returns a new one, with the compiler if this one had it."""
+        """Closes this server and returns a new one, with the compiler if this one had it."""
         self.close()
         another = _Server()
         if self._has_compiler:
@@ -297,8 +299,8 @@ def _close_server() -> None:
 
 
 def _close_server_at_exit() -> None:
-    """Closes the server when this process ends. Ignores Ctrl-C, which could only cause a traceback at this
-    point."""
+    """Closes the server when this process ends. Ignores Ctrl-C, because it would only print a traceback at
+    this point."""
     if threading.current_thread() is not threading.main_thread():
         _close_server()
         return
@@ -306,12 +308,12 @@ def _close_server_at_exit() -> None:
     try:
         _close_server()
     finally:
-        if before is not None:  # None is a handler that is not Python's
+        if before is not None:  # Python cannot put back a handler that is not Python's
             signal.signal(signal.SIGINT, before)
 
 
 def _fork(files: list[int]) -> int:
-    """Forks a worker that reads its task from files[0]. Returns its pid."""
+    """Forks a worker that reads its task from files[0], and returns the worker's pid."""
     with _lock, _adopting_orphans():
         server = _server_of_this_process()
         try:
@@ -330,7 +332,8 @@ def _fork(files: list[int]) -> int:
 
 
 def _kind_of_server() -> tuple[object, ...]:
-    """Returns the values that libraries read when they are loaded. If they change, the server is replaced."""
+    """Returns the settings that libraries read when they are loaded. If they change, the server is
+    replaced."""
     names = [name for name in os.environ if name.startswith(_READ_AT_LOAD) and name not in _SET_BY_TORCH]
     return (spawn.get_executable(), *((name, os.environ[name]) for name in sorted(names)))
 
@@ -345,7 +348,7 @@ def _is_open(file: int) -> bool:
 
 @contextlib.contextmanager
 def _held(signals: Collection[signal.Signals]) -> Iterator[None]:
-    """In the with block, these signals are blocked, in this thread and in programs that it starts."""
+    """Blocks these signals in the with block, in this thread and in programs that it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -365,7 +368,7 @@ def _adopting_orphans() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, was.value, 0, 0, 0)
 
 
-# The server's side.
+# The functions from here on run in the server's process, and after a fork in the worker's.
 
 
 def serve(connection_file: int, parent_pid: int) -> None:
@@ -376,7 +379,7 @@ def serve(connection_file: int, parent_pid: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_CALLER)
     _import_for_all(*_PRELOADED)
     with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)  # from now on the server prints nothing
+        os.dup2(nowhere.fileno(), 2)  # from here on the server prints nothing on stderr
     connection = socket.socket(fileno=connection_file)
     while True:
         request, files, _, _ = socket.recv_fds(connection, _REQUEST.size, _NUM_FILES_MAX)
@@ -385,7 +388,7 @@ def serve(connection_file: int, parent_pid: int) -> None:
         (open_files,) = _REQUEST.unpack(request)
         if open_files in (_IMPORT_COMPILER, _IMPORT_COMPILER_IF_IDLE):
             if open_files == _IMPORT_COMPILER or not select.select([connection], [], [], 0)[0]:
-                with contextlib.suppress(Exception):  # the worker raises the error again and reports it
+                with contextlib.suppress(Exception):  # a worker raises the error again, and reports it
                     _import_for_all(_COMPILER)
             continue
         pid = _fork_orphan(connection, open_files, files)
@@ -398,7 +401,7 @@ def _import_for_all(*names: str) -> None:
     for name in names:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # the collector no longer writes to these objects, so forks keep sharing their pages
+    gc.freeze()  # the collector leaves these objects alone, so forks keep sharing their pages
 
 
 def _fork_orphan(connection: socket.socket, open_files: int, files: list[int]) -> int:
@@ -422,7 +425,7 @@ def _fork_orphan(connection: socket.socket, open_files: int, files: list[int]) -
         os.write(pid_write, _ANSWER.pack(pid))
         os._exit(0)
     os.close(pid_write)
-    os.waitpid(between, 0)  # afterwards the caller is the worker's parent
+    os.waitpid(between, 0)  # from now on the caller is the worker's parent
     with open(pid_read, "rb") as pipe:
         (pid,) = _ANSWER.unpack(pipe.read())
     return int(pid)
@@ -440,7 +443,7 @@ def _be_worker(open_files: int, files: list[int]) -> NoReturn:
                 os.close(file)
         task, _, *_inherited_files[:] = given
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
-        # The caller sends the task when this process has become its child.
+        # The caller sends the task after this process has become its child.
         (size,) = _SIZE.unpack(_read(task, _SIZE.size))
         surroundings: _Surroundings = pickle.loads(_read(task, size))
         _core.die_with_parent(surroundings.pid)
@@ -455,7 +458,7 @@ def _leave_signals_to_the_caller() -> None:
     """Sets signal handlers that do nothing.
 
     Programs that a worker executes have the default handlers again. A forked child of a worker gets the
-    default handler for SIGTERM, because multiprocessing ends children by it."""
+    default handler for SIGTERM, because multiprocessing ends children by SIGTERM."""
 
     def do_nothing(_number: int, _frame: FrameType | None) -> None:
         pass
@@ -465,7 +468,7 @@ def _leave_signals_to_the_caller() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         pass_on()
 
-    # SIGTERM is blocked around a fork, so that a child gets it only after it has the default handler.
+    # SIGTERM is blocked during a fork, so that the child gets it only when it has the default handler.
     hold = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
     pass_on = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
     for number in _OF_THE_CALLER:
@@ -474,7 +477,7 @@ def _leave_signals_to_the_caller() -> None:
 
 
 def _read(file: int, size: int) -> bytes:
-    """Reads exactly `size` bytes; another reader takes the rest."""
+    """Reads exactly `size` bytes, because another reader reads the bytes after them."""
     content = b""
     while len(content) < size:
         piece = os.read(file, size - len(content))

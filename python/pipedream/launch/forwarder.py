@@ -2,12 +2,12 @@
 and sends each minibatch to the workers of the first and the last stage.
 
 Only the forwarder sees every minibatch. If one is larger than planned, the forwarder ends the segment of the
-run (segment.py) and begins another:
+run (segment.py) and begins another segment:
 
     1. reads a group of minibatches, after which the pipeline is empty (minibatch_source.py)
     2. if one is larger than planned, writes the sizes that the next segment plans for into the run's folder
     3. sends the end of the data on each channel; a worker that finds the file knows that a segment follows
-    4. when the workers have left, opens new channels, planned for the larger minibatch
+    4. when the workers need the old channels no more, opens new channels for the larger minibatch
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = ["forwarding", "forwarding_validation"]
 
 _log = logging.getLogger("pipedream")
 
-_LOOK_S = 0.01  # between looks for evaluations that begin
-_NUM_AHEAD_MAX = 4  # validation minibatches that are written before a reader has taken the first of them
+_LOOK_S = 0.01  # seconds between two looks for evaluations that begin
+_NUM_AHEAD_MAX = 4  # the most validation minibatches that are written before a worker has read the first one
 _TURN_S = 5.0
-"""The most seconds that validation data wait for training data. The wait must end, because training data may
-wait for a callback, which waits for the evaluation."""
-_PATIENCE_S = 3.0  # for the caller's data to yield, when the run is over
+"""Seconds for which validation data wait for training data at most. The wait must end, because training data
+may wait for a callback, which waits for the evaluation."""
+_PATIENCE_S = 3.0  # seconds in which the user's data must yield after the run is over
 
 
 @contextlib.contextmanager
@@ -62,12 +62,13 @@ def forwarding(
     rendezvous: Rendezvous,
     iterating: threading.Lock,
 ) -> Iterator[Callable[[], RngState | None]]:
-    """In the with block, a thread forwards the data. With forwarded=None there is no such thread.
+    """Forwards the data on a thread in the with block. With forwarded=None there is no such thread.
 
-    Yields a function that returns the generators' state after the last minibatch; another run continues from
-    that state. iterating: a lock that is held while the user's data are iterated, because the data draw from
-    the generators of this process. Each run has its own lock, because data that never yield again would hold
-    the lock for ever."""
+    Yields a function that returns the generators' state after the last minibatch. Another run continues from
+    that state.
+    iterating: a lock that is held while the user's data are iterated, because the data draw from the
+    generators of this process. Each run has its own lock. Otherwise data that never yield again would stop
+    later runs."""
     if forwarded is None:
         yield lambda: None
         return
@@ -77,7 +78,7 @@ def forwarding(
         yield lambda: forwarder.rng_at_end
     except errors.PipelineError as failure:
         forwarder.stop()
-        if forwarder.error is not None:  # an error of the user's data is why the workers stopped
+        if forwarder.error is not None:  # the workers stopped because of an error of the user's data
             raise forwarder.error from failure
         raise
     finally:
@@ -88,10 +89,10 @@ def forwarding(
 def forwarding_validation(
     options: JobOptions | None, folder: Path, iterating: threading.Lock
 ) -> Iterator[Callable[[], None] | None]:
-    """In the with block, a thread forwards validation data. With options=None there is no such thread.
+    """Forwards validation data on a thread in the with block. With options=None there is no such thread.
 
-    Yields a function that raises an error of the data if there is one; call it now and then. Yields None if
-    nothing is forwarded. iterating: see forwarding().
+    Yields a function that raises an error of the data if there is one. Call it now and then. Yields None if
+    nothing is forwarded. iterating: as in forwarding().
     """
     if options is None:
         yield None
@@ -105,8 +106,8 @@ def forwarding_validation(
 
 
 class _ValidationForwarder(threading.Thread):
-    """Iterates the caller's validation data when an evaluation begins. Passes the data to the first and the
-    last stage through files (ForwardedValidation)."""
+    """Iterates the caller's validation data when an evaluation begins. Passes the minibatches to the first
+    and the last stage through files (ForwardedValidation)."""
 
     def __init__(self, options: JobOptions, folder: Path, iterating: threading.Lock) -> None:
         super().__init__(name="pipedream-validation", daemon=True)
@@ -118,7 +119,7 @@ class _ValidationForwarder(threading.Thread):
         self._files = ForwardedValidation(folder_of_validation(folder), ((), ()))
         self._has_callbacks = options.call_points.at_epochs
         self._waits_s = 0.0
-        """The most seconds for which the next minibatch of this evaluation waits for its turn."""
+        """The most seconds for which the next minibatch of the evaluation waits for the training data."""
         self._stopping = threading.Event()
         self._error: Exception | None = None
 
@@ -137,7 +138,7 @@ class _ValidationForwarder(threading.Thread):
                 for wanted in self._files.folder.glob("*.wanted"):
                     wanted.unlink()
                     boundary = int(wanted.stem)
-                    if boundary > newest:  # else the other reader has asked for it already
+                    if boundary > newest:  # otherwise the other stage has already asked for this evaluation
                         newest = boundary
                         self._hand_over(boundary)
         except Exception as error:
@@ -163,8 +164,8 @@ class _ValidationForwarder(threading.Thread):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Waits until the training data have yielded, or the run is over. The wait has a limit, because the
-        training data may wait for a callback that waits for this evaluation."""
+        """Waits until the training data have yielded, or until the run is over. The wait has a limit, because
+        the training data may wait for a callback that waits for this evaluation."""
         waits_until_s = time.monotonic() + self._waits_s
         while not (has_turn := self._iterating.acquire(timeout=_LOOK_S)) and not self._stopping.is_set():
             if time.monotonic() > waits_until_s:
@@ -184,7 +185,7 @@ class _ValidationForwarder(threading.Thread):
 
 
 class _Forwarder(threading.Thread):
-    """Iterates the caller's data and sends inputs to the first stage and targets to the last."""
+    """Iterates the caller's data. Sends inputs to the first stage and targets to the last stage."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class _Forwarder(threading.Thread):
     ) -> None:
         super().__init__(name="pipedream-forwarder", daemon=True)
         self._iterating = iterating
-        self._forwarded = forwarded  # the segment's
+        self._forwarded = forwarded  # describes the data of the current segment
         self._segment_index = 0
         self._data = data
         self._options = options
@@ -209,7 +210,7 @@ class _Forwarder(threading.Thread):
         }
         self._task = task
         self._rendezvous = rendezvous
-        self._core: _core.Worker | None = None  # the segment's
+        self._core: _core.Worker | None = None  # the core of the current segment
         self._pulse: Pulse | None = None
         self._stopping = threading.Event()
         self._rng = RngState.capture()
@@ -219,7 +220,7 @@ class _Forwarder(threading.Thread):
 
     def stop(self) -> None:
         self._stopping.set()
-        self.join(_PATIENCE_S)  # with a limit, since the user's data may never yield again
+        self.join(_PATIENCE_S)  # with a limit, because the user's data may never yield again
 
     def run(self) -> None:
         try:
@@ -227,18 +228,18 @@ class _Forwarder(threading.Thread):
             while not self._stopping.wait(0.05):
                 pass  # the last items may still be on their way
         except (_core.RunFailure, errors.PipelineError):
-            pass  # a worker failed or is gone: the launcher reports which and why
+            pass  # a worker has failed or is lost; the launcher reports which one and why
         except Exception as error:
             self.error = error
             if self._core is not None:
-                self._core.abort(errors.describe_error(error))  # first, because the store may not answer
+                self._core.abort(errors.describe_error(error))  # before the store, which may not answer
             with contextlib.suppress(Exception):
                 self._rendezvous.fail(errors.describe_error(error))
         finally:
             self._close()
 
     def _forward_all(self) -> None:
-        """Forwards segment after segment. Leaves the links of the last segment open."""
+        """Forwards one segment after another. Leaves the links of the last segment open."""
         core = self._open()
         self._rng.restore()
         for group in self._groups():
@@ -258,8 +259,8 @@ class _Forwarder(threading.Thread):
         self._send_ends(core)
 
     def _groups(self) -> Iterator[dict[int, Minibatch]]:
-        """Yields groups of minibatches, {index: minibatch}. Reads a whole group before it yields the
-        group."""
+        """Yields groups of minibatches, {index: minibatch}. Each group is read as a whole before it is
+        yielded."""
         size = _core.minibatches_between_drains(self._options.schedule_options())
         minibatches = self._minibatches(reuses_memory=size > 1)
         while True:
@@ -272,7 +273,7 @@ class _Forwarder(threading.Thread):
 
     def _minibatches(self, *, reuses_memory: bool) -> Iterator[tuple[int, Minibatch]]:
         """Yields (index, minibatch). reuses_memory: whether the data may overwrite a minibatch's memory
-        before it is forwarded; then it is copied."""
+        before the minibatch is forwarded. It is then copied."""
         batches = epochs_of(self._data, self._options.epochs)
         # A run from a checkpoint gets the data from the beginning, and skips the minibatches before the
         # checkpoint. A run from a `state` gets new data.
@@ -287,14 +288,14 @@ class _Forwarder(threading.Thread):
         return any(map(exceeds, boundaries, self._filled_up(batch)))
 
     def _filled_up(self, batch: Minibatch) -> tuple[Any, Any]:
-        """Returns (inputs, targets). Fills up Microbatches to the number for which the channels are
-        planned."""
+        """Returns (inputs, targets). Adds empty microbatches to Microbatches, up to the number for which the
+        channels are planned."""
         if not isinstance(batch.inputs, Microbatches):
             return batch.inputs, batch.targets
         m = self._options.microbatches
         return filled_up(batch.inputs, m), filled_up(batch.targets, m)
 
-    # The links of a segment.
+    # The following functions open and close the links of a segment.
 
     def _open(self) -> _core.Worker:
         links = self._options.links
@@ -322,12 +323,12 @@ class _Forwarder(threading.Thread):
             pulse.stop()
 
     def _wait_until_left(self) -> None:
-        """Waits until no worker needs these links any more. Workers may train for any time on the forwarded
-        minibatches."""
+        """Waits until no worker needs these links any more. The wait has no time limit, because workers still
+        train on the forwarded minibatches."""
         self._wait_for("drained", range(self._plan.workers_used), math.inf)
 
     def _wait_for(self, name: str, ranks: Iterable[int], timeout_s: float) -> list[Any]:
-        """Waits for the values that these ranks publish under `name` for this segment. Returns them."""
+        """Returns the values that these ranks publish under `name` for this segment. Waits for them."""
         key = segment_key(name, self._segment_index)
         keys = [f"{key}/{rank}" for rank in ranks]
         return self._rendezvous.wait_for(

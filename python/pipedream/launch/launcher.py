@@ -1,20 +1,19 @@
 """Runs a plan in a plain script. Starts a local process for each worker, and loads the trained weights into
 the caller's model.
 
-    task_files.py         the workers' input: files in a folder that only this user can read, and a pipe
+    task_files.py         gives the workers their input: files in the run's folder, and a pipe
     fork_server.py        makes the processes
     worker_processes.py   watches and ends them
     local_worker.py       is the program of each process
     forwarder.py          iterates data that cannot be sent to workers, in this process
     failure.py            finds out why a run failed
 
-    pipedream-xxxxxxxx/  the run's folder: mode 0700, in the temporary folder
-        owner            locked (flock) by the process that made the folder, as long as it lives
+    pipedream-xxxxxxxx/   is the run's folder: mode 0700, in the temporary folder
+        owner             is a file that the process which made the folder locks (flock) until it ends
 
 The result and the trained weights (safetensors) come back through the folder. A caller that is killed leaves
-its folder behind, but the kernel frees the folder's lock. So the next caller recognizes and removes such
-folders. It does not touch folders of other users, or folders without a lock file. Runs on the caller's
-thread.
+its folder behind, but the kernel frees the lock. So the next caller recognizes and removes such folders. It
+does not touch folders of other users, or folders without a lock file. Runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -101,12 +100,12 @@ def run_locally(
 ) -> RunResult:
     """Trains in worker processes and updates the model in place.
 
-    first: has minibatch 0 if it was read before. steering: calls the callbacks.
+    first: has minibatch 0 if it was already read. steering: calls the callbacks.
 
     Raises ValueError if something cannot be sent to the workers, for a mistake that a worker has found, and
     if the workers' loss of minibatch 0 differs from the caller's. Raises WorkerLost, PeerLost and other
     PipelineErrors if the run fails. No worker is left behind. The caller's random generators stay as they
-    were; a DataLoader's own generator ends in the state after the data were iterated.
+    were. A DataLoader's own generator ends in the state that it has after the data were iterated.
     """
     # These checks run before any worker starts.
     stages = split(model, options.plan)
@@ -132,8 +131,8 @@ def run_locally(
             first.parts = forwarded.first
         expected = FirstLoss(model, stages, options, first, lambda: _read_first(data, options))
         if forwarded is not None or forwards_validation:
-            # The loss is computed before the forwarder starts. Afterwards the random generators are restored,
-            # and the forwarder's thread draws from them.
+            # The loss is computed before the forwarder starts, because afterwards the forwarder's thread
+            # draws from the random generators that computing the loss uses and restores.
             expected.compute()
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
@@ -171,7 +170,7 @@ def run_locally(
 
 
 def _adopted_state(folder: Path) -> RunState:
-    """Moves the workers' stored state into a separate folder, which is removed with the state."""
+    """Moves the workers' stored state into a folder of its own. That folder is removed with the state."""
     with contextlib.ExitStack() as around:
         kept = around.enter_context(run_folder())
         (folder / STATE_FOLDER).rename(kept / STATE_FOLDER)
@@ -188,8 +187,8 @@ def _interrupts_told(options: JobOptions, board: StatusBoard) -> contextlib.Abst
 def _trained_weights_told(
     stages: list[StageModule], options: JobOptions, folder: Path, expected: FirstLoss
 ) -> Iterator[None]:
-    """If the run in the with block fails, loads the newest weights of its workers into the model, and says so
-    in the error. Loads nothing if the workers' first loss has shown that they trained another model."""
+    """If the run in the with block fails, loads the newest weights of its workers into the model. The error
+    then says so. Loads nothing if the first loss has shown that the workers trained another model."""
     try:
         yield
     except Exception as error:
@@ -201,7 +200,7 @@ def _trained_weights_told(
 
 def _take_over_after(error: Exception, stages: list[StageModule], options: JobOptions, folder: Path) -> None:
     """Loads the trained weights if the training was over. Otherwise loads the newest versions of the stages
-    whose workers live."""
+    whose workers have written them."""
     if are_complete(options.plan, folder):
         _take_over(stages, options, folder)
         error.args = (f"{error}; the training was over, and the model has the trained weights",)
@@ -218,7 +217,7 @@ def _take_over_after(error: Exception, stages: list[StageModule], options: JobOp
 
 
 def _take_over(stages: list[StageModule], options: JobOptions, folder: Path) -> None:
-    """Loads the workers' weights into the model, and the workers' state of the loss function into the
+    """Loads the workers' weights into the model, and the workers' state of the loss into the caller's
     loss."""
     load_weights(stages, options.plan, folder)
     set_loss_state(options.loss_fn, read_loss_state(options.plan, folder))
@@ -236,8 +235,8 @@ def check_main_is_a_file() -> None:
 def _try_factories(
     folder: Path, stages: list[StageModule], options: JobOptions
 ) -> list[torch.optim.Optimizer]:
-    """Calls the factories of optimizers and schedulers, as each worker will soon. Reads copies of the
-    factories from the folder, as the workers do, so that the caller's factories do not change."""
+    """Calls the factories of optimizers and schedulers, as each worker will do. Calls copies of them that it
+    reads from the folder, as the workers do, so that the caller's factories do not change."""
     ties = find_ties(stages)
     with GraphReader(folder) as graph:
         return try_factories(
@@ -250,7 +249,7 @@ def _try_factories(
 
 
 def _read_first(data: Iterable[Any], options: JobOptions) -> tuple[Any, Any]:
-    """Reads minibatch 0 with the generators that the workers will have."""
+    """Reads minibatch 0 with the random generators that the workers will have."""
     with generators_kept():
         options.seed_data(base_seed(options.seed))
         return parts_of(first_of(data), 0)
@@ -265,8 +264,8 @@ def _functions_of(options: JobOptions) -> list[Any]:
 
 
 def _last_words_s(board: StatusBoard, folder: Path, peer_timeout_s: float) -> float:
-    """Returns for how many seconds workers of a failed run may save their weights. They have peer_timeout to
-    finish a work item, and much longer if they have begun to write."""
+    """Returns for how many seconds workers of a failed run may save their weights. A worker has peer_timeout
+    to finish its work item. A worker that has begun to write has much longer."""
     if board.newest() <= 0:
         return 0.0
     return _KEEPING_S_MAX if is_keeping(folder) else peer_timeout_s
@@ -281,7 +280,7 @@ def _launch(
     told: LocalSteering,
     check: Callable[[], None] | None,
 ) -> None:
-    """Runs the workers until all have ended. check: called now and then; may raise.
+    """Runs the workers until all have ended. check: called now and then; may raise an error.
 
     Raises ValueError if the workers train another model than the caller's."""
     folder, plan, num_workers = Path(task.folder), options.plan, options.plan.workers_used
@@ -309,7 +308,7 @@ def _launch(
     )
     if codes:
         raise cause_of(codes, folder, board, plan) from traceback_of(folder)
-    look()  # a short run may have ended before the first comparison
+    look()  # a short run may have ended before look() was called
     told.finish()
 
 
@@ -321,28 +320,28 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """Makes a folder that only this user can read, and removes it at the end. First removes folders of
-    callers that were killed."""
+    """Makes a folder that only this user can read, and removes it at the end of the with block. First removes
+    folders of callers that were killed."""
     _remove_left_ones(Path(tempfile.gettempdir()))
     with contextlib.ExitStack() as held, tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
         folder = Path(name)
-        held.callback(os.close, _lock(folder))  # held until the folder is gone
+        held.callback(os.close, _lock(folder))  # the lock is held until the folder is removed
         yield folder
 
 
 def _lock(folder: Path) -> int:
-    """Locks the folder. Returns the lock's descriptor. The lock ends when the descriptor is closed, at the
-    latest with the process."""
+    """Locks the folder, and returns the lock's file descriptor. The lock ends when the descriptor is closed,
+    at the latest with the process."""
     made = folder / _LOCK_IN_THE_MAKING
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
-    with contextlib.suppress(OSError):  # without locks there is no lock file, and nobody removes the folder
+    with contextlib.suppress(OSError):  # without locks there is no lock file, so the folder is never removed
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(folder / _LOCK)  # after the lock is taken, so that nobody finds it unlocked
+        made.rename(folder / _LOCK)  # comes after flock(), so that nobody finds the file unlocked
     return descriptor
 
 
 def _remove_left_ones(temporary: Path) -> None:
-    """Removes folders of killed callers. Best effort: files that cannot be removed stay."""
+    """Removes folders of killed callers. Leaves files that cannot be removed."""
     for folder in temporary.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             _remove_if_left(folder)

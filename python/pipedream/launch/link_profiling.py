@@ -1,4 +1,4 @@
-"""profile_links(): measures bandwidth and latency between the ranks of torchrun, over channels like a run's.
+"""profile_links() measures bandwidth and latency between the ranks of torchrun, over channels like a run's.
 
     agree      all ranks check that they have the same options, and take rank 0's run id
     rounds     in each round a rank has at most one partner and opens links to it; the lower rank leads
@@ -68,7 +68,7 @@ def profile_links(
     """Measures bandwidth and latency between each two ranks of torchrun, in both directions.
 
     All ranks must call it, and all get the same result. It uses the channels and the transport of a run. A
-    rank measures with one other rank at a time. Pairs without a common rank measure at the same time and
+    rank measures with one other rank at a time. Pairs without a common rank measure at the same time, and
     share the network of their machines. A rank on a GPU sends from the GPU's memory.
 
     transport, keys, bind, ports, insecure, peer_timeout: see run().
@@ -77,8 +77,8 @@ def profile_links(
     save: a file that rank 0 writes; LinkProfile.load() reads it.
     progress: shows on rank 0's stderr how many rounds are done, if stderr is a terminal.
 
-    Raises ValueError without torchrun, for a single rank, and as run() does; errors.PipelineError if a worker
-    fails.
+    Raises ValueError without torchrun, for a single rank, and as run() does. Raises errors.PipelineError if a
+    worker fails.
     """
     if not under_torchrun():
         raise ValueError(
@@ -125,7 +125,7 @@ def _checked_options(
 
 
 class _Profiling:
-    """One rank's measurements, in the phases of this module's docstring."""
+    """The measurements of one rank, in the phases of the module's docstring."""
 
     def __init__(self, place: WorkerPlace, options: _Options) -> None:
         self._place = place
@@ -178,7 +178,7 @@ class _Profiling:
     def _measure(
         self, run: LinkedRun, pair: tuple[int, int], device: torch.device, key: str
     ) -> list[MeasuredLink]:
-        """Measures one pair. The leader returns the figures of both directions, the follower an empty
+        """Measures one pair. At the leader returns the figures of both directions, at the follower an empty
         list."""
         leader, follower = pair
         core = self._links.make_core(run, device)
@@ -211,7 +211,7 @@ class _Profiling:
         rendezvous.publish(f"measured/{rank}", write_value(tuple(measured)))
         found = wait_for(rendezvous, [f"measured/{other}" for other in range(world_size)], no_word)
         links = tuple(MeasuredLink(**fields) for of_rank in found for fields in of_rank)
-        if rank == 0:  # may host the store, so it waits until all have read
+        if rank == 0:  # this process may host the store, so it waits until all ranks have read
             wait_for(rendezvous, [f"read/{other}" for other in range(1, world_size)], no_word)
         else:
             with contextlib.suppress(PeerLost):
@@ -229,7 +229,7 @@ def _pieces_name(sender: int, receiver: int) -> str:
 
 
 def _channels_of(pair: tuple[int, int]) -> list[RunChannel]:
-    """Returns the four channels of a pair, with the same ids at both ends."""
+    """Returns the four channels of a pair. They have the same ids at both ends."""
     named = [
         (name(*ends), *ends, tensors, tensors is _PIECES)
         for ends in (pair, pair[::-1])

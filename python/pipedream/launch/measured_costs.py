@@ -2,8 +2,8 @@
 
 A work item begins when its input has arrived, and ends when the worker asks for the next item. Time in the
 user's code is compute time; the rest is the runtime's own time. Two effects are removed from the times. A
-worker is faster while others wait: times are converted to the speed at which as many workers work as the
-machine has cores (SharedHost). A worker is slower after a wait: times are converted to times without waits
+worker is faster while others wait, so times are converted to the speed at which as many workers work as the
+machine has cores (SharedHost). A worker is slower after a wait, so times are converted to times without waits
 (Waking). Pure; any thread.
 """
 
@@ -31,11 +31,11 @@ from pipedream.report.result import RunResult, WorkSpan
 
 __all__ = ["Runs", "runtime_costs"]
 
-_FEW_BYTES = 65536  # if replicas exchange less, the cost is that of messages and not of bytes
-_WOKEN_DIFFERENCE_MIN = 0.2  # between two runs' waits; a smaller difference cannot show the cost of waking
-_DISCARDED_SHARE = 0.2  # of a run's items: the warm-up, and items during which memory is measured
-_SHARE_MIN = 0.05  # of the time in which all workers work; a smaller share counts as this
-_WAKING_SHARE_MAX = 0.75  # of an item's time: waking cannot be nearly all of it
+_FEW_BYTES = 65536  # replicas that exchange fewer bytes pay for messages and not for bytes
+_WOKEN_DIFFERENCE_MIN = 0.2  # if two runs' waits differ less, they cannot show the cost of waking
+_DISCARDED_SHARE = 0.2  # share of a run's items: the warm-up, and items during which memory is measured
+_SHARE_MIN = 0.05  # least share of the time in which all workers work; a smaller share counts as this one
+_WAKING_SHARE_MAX = 0.75  # largest share of waking in an item's time
 
 
 class Item(NamedTuple):
@@ -46,7 +46,7 @@ class Item(NamedTuple):
     own_ms: float
     """Milliseconds of the runtime itself."""
     waited_ms: float = 0.0
-    """Milliseconds that the worker waited since the last item of this kind began."""
+    """Milliseconds that the worker has waited since its previous item of this kind began."""
 
     @property
     def work_ms(self) -> float:
@@ -54,7 +54,7 @@ class Item(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The worker and the kind of an item. Items with the same key should take the same time."""
+    """A worker and a kind of item. Items with the same key should take the same time."""
 
     worker: int
     kind: str
@@ -70,19 +70,18 @@ class Runs(NamedTuple):
     """The results of calibrate()'s runs. Each kind of run was repeated equally often."""
 
     one: list[RunResult]
-    """The whole model at one worker."""
+    """Runs of the whole model at one worker."""
     straight: list[RunResult]
-    """One stage per worker."""
+    """Runs with one stage per worker."""
     in_turn: list[RunResult]
-    """One stage per worker, and only one worker works at a time (schedule model_parallel)."""
+    """Runs with one stage per worker, in which one worker works at a time (schedule model_parallel)."""
     cut: dict[int, list[RunResult]]
-    """One stage per worker, with the schedule flush, by the number of microbatches. Empty if minibatches have
-    too few samples to be cut."""
+    """By number of microbatches, runs with one stage per worker and the schedule flush. Empty if minibatches
+    have too few samples to be cut."""
     shared: list[RunResult]
-    """Two replicas of the whole model."""
+    """Runs with two replicas of the whole model."""
     rested: Sequence[RunResult] = ()
-    """Like the runs of in_turn, but the last worker pauses in each minibatch, so that other workers wait
-    long."""
+    """Runs like in_turn, but the last worker pauses in each minibatch, so that other workers wait long."""
 
 
 def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> RuntimeCosts:
@@ -90,8 +89,8 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
     wakings = _slow_wakings(runs)
     alone_speed = times_alone(runs.straight, runs.in_turn, wakings)
     host = SharedHost.measured(max(plan.num_stages, 2), num_cores, alone_speed)
-    # Short waits are measured only if workers are not faster while others wait, because that effect would
-    # hide their cost.
+    # The cost of short waits is measured only if workers are not faster while others wait. Otherwise that
+    # effect would hide the cost.
     wakings = [*(_quick_wakings(runs, wakings) if host.alone_speed == 1 else ()), *wakings]
     whole = Standard(host.speed, wakings)
     one, shared = (means(pooled(results, whole)) for results in (runs.one, runs.shared))
@@ -103,7 +102,7 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
     last = plan.num_stages - 1
     stage_bytes = [parameter_bytes_of(profile, stage) for stage in plan.stages]
     update_ms, update_ms_per_byte = _line(_updates_in_place(stage_bytes, one, straight, cut))
-    # All stages but the last keep several versions, and copy a version before they update it.
+    # All stages except the last keep several versions, and copy a version before they update the copy.
     copied = [stage for stage in range(last) if stage_bytes[stage]]
     copies_ms = sum(
         straight[Key(stage, "UPDATE", True)].compute_ms - update_ms - update_ms_per_byte * stage_bytes[stage]
@@ -127,9 +126,9 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
 
 
 def _slow_wakings(runs: Runs) -> list[Waking]:
-    """Finds the cost of long waits. Compares the compute time of the first stage's items in runs with pauses
-    and without. Item.own_ms is not compared: the receiver sleeps in these runs, but would not sleep with slow
-    links."""
+    """Finds the cost of long waits. Compares the compute times of the first stage's items in runs with and
+    without pauses. Item.own_ms is not compared, because the receiver sleeps in these runs and would not sleep
+    with slow links."""
     if not runs.rested:
         return []
     rested, in_turn = (
@@ -160,8 +159,8 @@ def _quick_wakings(runs: Runs, slow: Sequence[Waking]) -> list[Waking]:
     in_turn, straight = (means(pooled(results, standard)) for results in (runs.in_turn, runs.straight))
     last = max(key.worker for key in in_turn)
     shares = {
-        # For UPDATE only the last stage is compared, because other stages update in place in only one of the
-        # two runs.
+        # Only the last stage's UPDATE is compared, because other stages update in place in one of the two
+        # kinds of runs only.
         kind: _waking_share(
             [key for key in in_turn if key.kind == kind and key.worker >= floor], waking, in_turn, straight
         )
@@ -176,7 +175,7 @@ def _known(waking: Waking, shares: Mapping[str, float]) -> list[Waking]:
 
 
 def _waking_share(keys: Sequence[Key], waking: Waking, longer_waits: _Means, shorter_waits: _Means) -> float:
-    """Returns the cost of waking as a share of an item.
+    """Returns the cost of waking as a share of an item's time.
 
     In both kinds of runs an item takes item * (1 + share * woken), where woken is 0 without a wait and 1
     after a long wait. The ratio of the two times gives the share."""
@@ -233,8 +232,8 @@ def _positions(
 
 
 def _pieces(cut: Mapping[int, _Means], wholes: Sequence[Key], name: str) -> dict[int, tuple[float, float]]:
-    """Returns {m: (time of a minibatch's first microbatch, time of a later one)}, summed over these items. An
-    m for which an item is missing is left out."""
+    """Returns {m: (time of a minibatch's first microbatch, time of a later microbatch)}, summed over the
+    items `wholes`. Leaves out an m for which an item is missing."""
     pieces = {}
     for m, items in cut.items():
         laters = [key._replace(is_first=False) for key in wholes]
@@ -245,12 +244,12 @@ def _pieces(cut: Mapping[int, _Means], wholes: Sequence[Key], name: str) -> dict
 
 
 def _share(kind: str, straight: _Means, cut: Mapping[int, _Means], last: int) -> ItemCost:
-    """Returns the compute time of a microbatch as a share of its minibatch's compute time, over all
-    stages."""
+    """Returns the compute time of a microbatch as a share of its minibatch's compute time. The times are
+    summed over all stages."""
     wholes = [Key(stage, kind, True) for stage in range(last + 1)]
     whole_ms = sum(straight[key].compute_ms for key in wholes)
     pieces = _pieces(cut, wholes, "compute_ms")
-    if not whole_ms or not pieces:  # too few samples to cut: a microbatch takes 1/m of the time
+    if not whole_ms or not pieces:  # too few samples to be cut, so a microbatch counts as 1/m of a minibatch
         return ItemCost(minibatch_ms=1.0)
     return ItemCost.of_pieces(whole_ms, pieces).scaled(1 / whole_ms)
 
@@ -271,8 +270,8 @@ def _updates_in_place(
     straight: _Means,
     cut: Mapping[int, _Means],
 ) -> list[tuple[int, float]]:
-    """Returns (bytes, milliseconds) of updates that write in place. These are the updates of one worker, of
-    the last stage, and of all stages in a schedule that drains."""
+    """Returns (bytes, milliseconds) of updates in place. These are the updates of a single worker, those of
+    the last stage, and those of all stages with a schedule that drains."""
     last = len(stage_bytes) - 1
     rows = [(sum(stage_bytes), one[Key(0, "UPDATE", True)])]
     rows.append((stage_bytes[last], straight[Key(last, "UPDATE", True)]))
@@ -286,8 +285,8 @@ def _updates_in_place(
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fits a line to (size, milliseconds) points by least squares. If that line would be negative at size 0,
-    takes the line through 0 and the points' mean. Returns (ms at size 0, ms per unit of size)."""
+    """Fits a line to (size, milliseconds) points by least squares, and returns (ms at size 0, ms per unit of
+    size). If the line would be negative at size 0, takes the line through 0 and the points' mean."""
     mean_size, mean_ms = (statistics.fmean(column) for column in zip(*points, strict=True))
     spread = sum((size - mean_size) ** 2 for size, _ in points)
     slope = 0.0
@@ -304,11 +303,11 @@ def _sync(
     num_bytes: int,
     update_ms_per_byte: float,
 ) -> dict[str, SyncCost]:
-    """Returns what the exchange between replicas costs a worker per round.
+    """Returns the cost of the exchange between replicas, for a worker and a round of updates.
 
-    The cost is the time of an item with two replicas minus the time of the item with one worker. Each replica
-    does half of the update, which is taken into account. The cost is per byte, or per round if the parameters
-    are so few that messages cost more."""
+    The cost is the time of an item with two replicas minus its time with one worker. Each replica does half
+    of the update, which is subtracted first. The cost is per byte. It is per round if the parameters are so
+    few that messages cost more than bytes."""
     exchanged = num_bytes / 2
     workers = {key.worker for key in shared}
 
@@ -324,8 +323,8 @@ def _sync(
 
 
 def _latency_ms(in_turn: Sequence[RunResult]) -> float:
-    """Returns the latency: milliseconds from the end of the sender's item until its tensors reach a waiting
-    receiver."""
+    """Returns the latency: the milliseconds from the end of the sender's item until its tensors reach a
+    receiver that waits for them."""
     latencies_ms = []
     for result in in_turn:
         for kind, ends in (("FORWARD", result.spans), ("BACKWARD", result.spans[::-1])):
@@ -343,18 +342,18 @@ def _latency_ms(in_turn: Sequence[RunResult]) -> float:
 
 
 _SpeedOf = Callable[[int], float]
-"""Maps the number of workers at work to the speed of each worker."""
+"""Maps the number of workers that are at work to the speed of each of them."""
 
 
 @dataclass(frozen=True)
 class Standard:
-    """Converts items to the same conditions: full load of the machine, and no waits."""
+    """Converts the times of items to the same conditions: full load of the machine, and no waits."""
 
     speed_of: _SpeedOf = lambda at_work: 1.0
     wakings: Sequence[Waking] = ()
     whole_ms: Mapping[Key, Item] = field(default_factory=dict)
-    """The times of items of whole minibatches. The cost of waking is a share of these times, even for items
-    of microbatches. Empty if all items are of whole minibatches."""
+    """The items of whole minibatches. The cost of waking is a share of their times, even for items of
+    microbatches. Empty if all items are of whole minibatches."""
 
     def of(self, key: Key, item: Item, speed: float) -> Item:
         share = waking_share(self.wakings, key.kind, item.waited_ms)
@@ -367,7 +366,7 @@ class Standard:
 
 
 def kept(spans: Sequence[WorkSpan]) -> Iterator[tuple[WorkSpan, int]]:
-    """Yields (span, nanosecond at which the worker asked for its next work item), without the warm-up."""
+    """Yields (span, nanosecond at which the worker asked for its next work item). Leaves out the warm-up."""
     for span, following in itertools.pairwise(spans[int(len(spans) * _DISCARDED_SHARE) :]):
         yield span, following.asked_ns
 
@@ -393,7 +392,7 @@ def pooled(results: Iterable[RunResult], standard: Standard) -> Items:
 
 
 def means(items: Items) -> Mapping[Key, Item]:
-    """Returns the arithmetic means. They include rare stalls, which are part of an item's time."""
+    """Returns the means of the items' times. They include rare stalls, which are part of an item's time."""
     return {
         key: Item(*(statistics.fmean(column) for column in zip(*rows, strict=True)))
         for key, rows in items.items()
@@ -403,10 +402,11 @@ def means(items: Items) -> Mapping[Key, Item]:
 def times_alone(
     together: Sequence[RunResult], in_turn: Sequence[RunResult], wakings: Sequence[Waking] = ()
 ) -> float:
-    """Returns how many times faster a worker is while the others wait; at least 1.
+    """Returns how many times faster a worker is while the other workers wait; at least 1.
 
-    Compares items of the same stages in runs together and in turn. Even in runs together a worker is
-    sometimes alone; that effect is removed. wakings: costs of waiting, which are also removed."""
+    Compares items of the same stages in the runs `together` and `in_turn`. In the runs `together` a worker is
+    sometimes alone, too. The result is corrected for that. wakings: costs of waiting, which are removed
+    first."""
     beside, alone = (means(pooled(results, Standard(wakings=wakings))) for results in (together, in_turn))
     kinds = [key for key in alone if key in beside]
     if len({key.worker for key in kinds}) < 2:
@@ -416,7 +416,7 @@ def times_alone(
 
 
 def _waited_ms(spans: Sequence[WorkSpan]) -> dict[int, float]:
-    """Returns Item.waited_ms of each span, by id(span)."""
+    """Returns Item.waited_ms of each span, by the id() of the span."""
     waited_ns = 0
     waited_then_ns: dict[str, int] = {}
     waited_ms: dict[int, float] = {}
@@ -428,7 +428,7 @@ def _waited_ms(spans: Sequence[WorkSpan]) -> dict[int, float]:
 
 
 class _Speeds:
-    """The speed of one run's workers over time, which depends on how many of them are at work."""
+    """The speed of a run's workers over time. It depends on how many of them are at work."""
 
     def __init__(self, result: RunResult, speed_of: _SpeedOf) -> None:
         changes: list[tuple[int, int]] = []
@@ -436,8 +436,8 @@ class _Speeds:
             for span, following in itertools.pairwise(spans):
                 changes += [(begin_ns(span), 1), (following.asked_ns, -1)]
         self._times: list[int] = []
-        self._done: list[float] = []  # the work done until then: the integral of the speed over time
-        self._speed: list[float] = []  # the speed from then on
+        self._done: list[float] = []  # the work done until each time: the integral of the speed
+        self._speed: list[float] = []  # the speed from each time on
         at_work, done = 0, 0.0
         for time_ns, change in sorted(changes):
             if self._times:
@@ -458,7 +458,7 @@ class _Speeds:
 
 
 def _share_together(result: RunResult) -> float:
-    """Returns the time in which all workers are at work, as a share of the time in which at least one is."""
+    """Returns the time in which all workers are at work, as a share of the time in which any worker is."""
     num_workers = len(result.spans)
     from_ns = max(spans[int(len(spans) * _DISCARDED_SHARE)].asked_ns for spans in result.spans)
     end_ns = min(spans[-1].asked_ns for spans in result.spans)

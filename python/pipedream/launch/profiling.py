@@ -1,4 +1,5 @@
-"""pipedream.profile: runs the profiler, and starts the fork server, which will fork the workers of a run.
+"""Provides pipedream.profile. It runs the profiler, and starts the fork server, which forks the workers of a
+later run.
 
 A caller that profiles will probably train. The fork server needs one core for seconds to import torch and its
 compiler. If torch's threads leave a core free, the server starts before the profiler. Otherwise it starts

@@ -51,16 +51,16 @@ _SHOWN_MAX = 60
 
 @dataclass(frozen=True)
 class CommandOption:
-    """The option of `pipedream run` for an argument. If the option is missing, the argument has the target's
-    value. If the target has none, the argument has run()'s default."""
+    """The option of `pipedream run` for an argument. Without the option the argument has the target's value,
+    and without that value run()'s default."""
 
     help: str
     kind: type = str
     flags: tuple[str, ...] = ()
-    """The flags if they differ from the argument's name."""
+    """The flags. Empty if the only flag follows from the argument's name."""
     metavar: str | None = None
     read: Callable[[Any], Any] = lambda value: value
-    """Turns the option's value into the argument."""
+    """Converts the option's value to the argument."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class RunOption:
 
     name: str
     takes: str
-    """The kind of value that the argument takes, for the table in docs/running.md."""
+    """What the argument takes, for the table in docs/running.md."""
     default: Any = None
     check: Callable[[str, Any], object] = lambda name, value: None
-    """Called with name and value. Raises ValueError or TypeError for a value that is wrong with any model,
-    plan and other arguments."""
+    """Called with name and value. Raises ValueError or TypeError for a value that is wrong whatever the
+    model, the plan and the other arguments are."""
     command: CommandOption | None = None
     is_built: bool = True
-    """Whether the feature exists; if not, only the default is allowed."""
+    """Whether the feature exists. If it does not, only the default is allowed."""
 
 
 def _check_callbacks(name: str, value: Any) -> None:
@@ -92,8 +92,8 @@ def _check_callbacks(name: str, value: Any) -> None:
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Checks arguments of run() one by one, without model and plan. Accepts any of them, so that mistakes can
-    be found before slow work begins. Raises as run() does."""
+    """Checks arguments of run() one by one, without model and plan. Some arguments may be left out, so that
+    mistakes can be found before slow work begins. Raises as run() does."""
     for option in RUN_OPTIONS:
         if option.name not in arguments:
             continue
@@ -107,7 +107,7 @@ def check_arguments(**arguments: Any) -> None:
 
 
 def options_table() -> str:
-    """Returns the arguments as a Markdown table, without those whose feature is not built."""
+    """Returns the arguments as a Markdown table. Leaves out arguments whose feature does not exist."""
     lines = ["| argument | default | what it takes |", "| --- | --- | --- |"]
     for option in RUN_OPTIONS:
         if option.is_built:
@@ -142,9 +142,9 @@ def _or_none(check: Callable[[str, Any], object]) -> Callable[[str, Any], object
 
 
 def _check_factory(which: str, example: str) -> Callable[[str, Any], None]:
-    """Returns the check of a function that makes an object for each stage, such as its optimizer. It refuses
-    an object that is already made, which users give by habit. which: names the caller of the function.
-    example: an example for the error."""
+    """Returns the check of a function that makes an object for each stage, such as its optimizer. The check
+    refuses an object that is already made, which users give by habit. which: a phrase for the error that says
+    who calls the function. example: an example for the error."""
 
     def check(name: str, value: Any) -> None:
         if not callable(value):
@@ -210,7 +210,7 @@ def _check_state(name: str, value: Any) -> None:
 
 
 def _check_save(name: str, value: Any) -> None:
-    """Makes the folder if it is missing, because every worker writes into it."""
+    """Checks the folder. Makes the folder if it is missing, because every worker writes into it."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name} is {value!r}: give the path of a folder")
     try:
@@ -221,7 +221,7 @@ def _check_save(name: str, value: Any) -> None:
 
 def _check_trace(name: str, value: Any) -> None:
     check_trace_path(value)
-    if is_rank_0():  # only rank 0 writes the file; other machines need not have the folder
+    if is_rank_0():  # only rank 0 writes the file, so other machines need not have its folder
         check_output_file(value, name)
 
 

@@ -1,4 +1,5 @@
-"""run() checks its arguments, and then trains, with local workers or under torchrun as this rank's worker."""
+"""run() checks its arguments, and then trains: with local workers, or under torchrun as this rank's worker.
+Runs on the caller's thread."""
 
 from __future__ import annotations
 
@@ -235,18 +236,18 @@ def run(
 
 
 def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
-    """Does the work of run(). arguments: all arguments of run() but the first two, by name."""
+    """Does the work of run(). arguments: by name, all arguments of run() except model and plan."""
     data: Iterable[Any] = arguments["data"]
-    KeptState.let_go()  # the arguments hold the state from which this run continues
-    # The prefix is made before the checks, so that a rank counts its calls even if its arguments have a
-    # mistake.
+    KeptState.let_go()  # the state from which this run continues stays, because the arguments hold it
+    # The prefix is made before the checks, so that all ranks count the same number of calls, even if one
+    # rank's arguments have a mistake.
     prefix = rendezvous_prefix() if under_torchrun() else None
     with mistakes_told(prefix):
         steering = _steering_of(arguments)
         options = checked_options(model, plan, arguments, steering)
         if prefix is None:
             check_main_is_a_file()
-            start_server()  # the first time it imports torch, while this process goes on
+            start_server()  # a new server imports torch for seconds, while this process goes on
         of_data = list(check_data_apart(data, model, plan))
         cuts = plan.num_layers > 1 and needs_cutting(model)
         first = KeptMinibatch()
@@ -274,7 +275,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
             warn_the_caller(caution)
     with _told(steering, data, options) as (tell_end, options):
         if prefix is not None:
-            first.take()  # frees minibatch 0, which is not needed any more
+            first.take()  # frees minibatch 0, which is no longer needed
             result = _run_this_rank(model, data, options, prefix, steering)
         else:
             result = run_locally(model, data, options, first, steering)
@@ -288,7 +289,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
 
 
 def _in_microbatches(data: Iterable[Any], first: KeptMinibatch) -> bool:
-    """Whether the data are known to yield Microbatches. Reads no more of the data."""
+    """Whether the data are known to yield Microbatches. Reads no further data to find out."""
     if first.parts is not None:
         return isinstance(first.parts[0], Microbatches)
     return isinstance(data, (list, tuple)) and len(data) > 0 and isinstance(data[0], Microbatches)
@@ -298,11 +299,11 @@ def _in_microbatches(data: Iterable[Any], first: KeptMinibatch) -> bool:
 def _told(
     steering: Steering, data: Iterable[Any], options: JobOptions
 ) -> Iterator[tuple[Callable[[RunResult], None], JobOptions]]:
-    """Tells the callbacks of the start and the end of the run inside this context.
+    """Tells the callbacks of the start and the end of the run in the with block.
 
-    Yields a function that tells the callbacks of the result, and the options. If the run continues from a
-    checkpoint, the options then have the decisions that the callbacks made before the checkpoint. Raises the
-    error that a callback has raised."""
+    Yields (a function that tells the callbacks of the result, the options). If the run continues from a
+    checkpoint, the options have the decisions that the callbacks made before the checkpoint. Raises the error
+    that a callback has raised."""
     if not is_rank_0():
         yield lambda result: None, options
         return
@@ -364,8 +365,8 @@ def _cut(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMini
 
 
 def _with_evaluation(model: Model, options: JobOptions) -> JobOptions:
-    """Runs the model once in eval mode with the first validation minibatch. Adds to the options where the
-    plan's cuts are in that forward."""
+    """Runs the model once in eval mode with the first validation minibatch. Returns the options with the
+    places of the plan's cuts in that forward."""
     validation = options.validation
     if validation is None:
         return options
@@ -393,7 +394,7 @@ def _with_evaluation(model: Model, options: JobOptions) -> JobOptions:
 
 
 def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
-    """Saves the trace. A full disk only warns, because the training is done."""
+    """Saves the trace. If the disk is full, only logs a warning, because the training is done."""
     try:
         result.save_trace(trace)
     except OSError as error:
@@ -403,8 +404,8 @@ def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
 
 
 def _check_process() -> None:
-    """Raises RuntimeError in a DataLoader's worker process, and in a daemonic process, which may not start
-    processes."""
+    """Raises RuntimeError in a DataLoader's worker process, which reads the run's data, and in a daemonic
+    process, which may not start processes."""
     if torch.utils.data.get_worker_info() is not None:
         raise RuntimeError(
             "run() was called in a worker process of a DataLoader: call it in the process of the script, not"

@@ -6,9 +6,9 @@ and would not have these values.
     pickle   has the values in one graph of objects with the model and the loss (task_files.py)
     worker   imports the modules, and sets the values that differ (script_state.py)
 
-For example, `SCALE = args.scale` under `if __name__ == "__main__"` counts in workers, as it does under
-torchrun. Functions that the script has put into a class or into a library's module count, too, as do global
-hooks of nn.Module. If a value cannot be sent, workers have the value from the import, and `unsent` names it.
+For example, workers get the value of `SCALE = args.scale` under `if __name__ == "__main__"`. They also get
+functions that the script has put into a class or into a library's module, and global hooks of nn.Module. If a
+value cannot be sent, workers have the value from the import, and `unsent` names it.
 
 A module is the user's unless it is a library's. A module is a library's if it lies in Python's folders or
 site-packages, or is installed elsewhere with a record (a PEX, `pip install --target`). An editable
@@ -50,13 +50,13 @@ __all__ = ["CapturedScript", "Libraries", "capture_script", "libraries"]
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque}
 _LENGTH_MAX = 1024
-"""The most entries of a container whose values are followed. A longer container is assumed to be a table of
+"""The most entries of a container whose values are followed. A longer container is taken for a table of
 data."""
 _OBJECTS_MAX = 100_000
 _VALUE_BYTES_MAX = 64 << 20
-"""The most bytes of a global that is sent. A larger global is probably made by the import, or belongs to the
-model or data."""
-# Library modules in which scripts often replace functions. They are always searched.
+"""The most bytes of a global value that is sent. A larger value is probably made by the import, or belongs to
+the model or the data."""
+# Modules of torch in which scripts often replace functions. They are always searched.
 _PATCHED = (torch, torch.nn.functional, torch.nn.init)
 _OF_TENSORS = ("_parameters", "_buffers")
 _HOOKS_OF_ALL = (
@@ -73,12 +73,12 @@ _HOOKS_OF_ALL = (
 class CapturedScript:
     state: ScriptState
     unsent: list[str]
-    """Names of values that cannot be sent, each with the reason."""
+    """The names of the values that cannot be sent, each with the reason."""
     code: list[types.CodeType]
-    """The code of the user's functions in files. Workers read these files again."""
+    """The code of the user's functions, as this process has imported it. Workers import it from the files."""
 
     def likely_cause(self) -> str:
-        """Tells why the workers' loss may differ from the caller's."""
+        """Returns a text that says why the workers' loss may differ from the caller's."""
         edited = _edited_files(self.code)
         if edited:
             return f"{', '.join(edited)} has changed since it was imported here: start the script again"
@@ -93,7 +93,7 @@ class CapturedScript:
 
 
 def _edited_files(code: Iterable[types.CodeType]) -> list[str]:
-    """Returns the files in which one of these functions has been edited since it was imported."""
+    """Returns the files in which one of these functions was edited after this process had imported it."""
     edited: dict[str, None] = {}
     on_disk: dict[str, dict[str, list[types.CodeType]]] = {}
     for own in code:
@@ -107,11 +107,11 @@ def _edited_files(code: Iterable[types.CodeType]) -> list[str]:
 
 
 def _name_of(code: types.CodeType) -> str:
-    return getattr(code, "co_qualname", code.co_name)  # qualified from Python 3.11 on
+    return getattr(code, "co_qualname", code.co_name)  # co_qualname exists from Python 3.11 on
 
 
 def _code_of_file(path: str) -> dict[str, list[types.CodeType]]:
-    """Returns the file's code objects by name; none if the file cannot be read."""
+    """Returns the file's code objects by name; empty if the file cannot be read or compiled."""
     found: dict[str, list[types.CodeType]] = {}
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         pending = [compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)]
@@ -123,8 +123,8 @@ def _code_of_file(path: str) -> dict[str, list[types.CodeType]]:
 
 
 def capture_script(roots: Iterable[Any], data: Any) -> CapturedScript:
-    """Finds the values. roots: the objects that workers get, such as the model and the loss. data: the values
-    of the data are also followed, but never sent from here."""
+    """Finds the values. roots: the objects that workers get, such as the model and the loss. data: are
+    followed, too, but the data and their dataset are not sent from here."""
     walk = _Walk()
     roots = list(roots)
     for root in (*roots, data):
@@ -149,7 +149,7 @@ class _Walk:
     """Follows the references from object to object, and notes the values to send. Visits each object once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # holds the objects, so that no other one gets the same id
+        self._seen: dict[int, Any] = {}  # holds the objects, so that no new object gets the id of one of them
         self._modules: set[tuple[str, frozenset[str]]] = set()
         self._pending: list[Any] = []
         self._names: dict[str, dict[str, Any]] = {}
@@ -238,8 +238,8 @@ class _Walk:
                 self._look_at_name(module, name, path)
 
     def _look_at_name(self, module: types.ModuleType, name: str, read: frozenset[str]) -> None:
-        """Notes the value of a global name. If the value is a module, follows its attributes whose names are
-        in `read`: the names of all attributes that the same code reads."""
+        """Notes the value of a global name. If the value is a module, follows those of its attributes whose
+        names are in `read`. `read` has the names of all attributes that the function reads."""
         value = vars(module)[name]
         if not isinstance(value, types.ModuleType):
             if _is_users(module) or _is_users_function(value):
@@ -256,8 +256,8 @@ class _Walk:
         if not (is_class and _is_at_home(value, module_name, name)):
             is_function = isinstance(value, types.FunctionType)
             at_home = is_function and _is_at_home(value, module_name, name)
-            # A function of the script is noted in any case: the script may define it a second time, under the
-            # guard.
+            # A function of the script is always noted, because the script may define it a second time under
+            # its guard.
             if not at_home or module_name == "__main__":
                 self._names.setdefault(module_name, {})[name] = value
         self._pending.append(value)
@@ -273,12 +273,12 @@ class _Walk:
                         self._attributes[base, name] = value
                 elif users and not name.startswith(("__", "_abc_")) and not _is_of_the_class(value):
                     self._attributes[base, name] = value
-                if users and name != "__init__":  # workers get made objects and call no __init__
+                if users and name != "__init__":  # workers get finished objects, and call no __init__
                     self._pending.append(value)
 
 
 def _is_of_the_class(value: Any) -> bool:
-    """Whether the value of a class's attribute is a nested class, a property or a slot."""
+    """Whether a class's attribute is a nested class, a method, a property or a slot."""
     return isinstance(value, type) or hasattr(type(value), "__get__")
 
 
@@ -291,8 +291,8 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _names_read(code: types.CodeType) -> dict[str, frozenset[str]]:
-    """Returns the global names that the code reads. Each name has the same value: the names of all attributes
-    that the code reads, of any object."""
+    """Returns the global names that the code reads. With each name comes the same set: the names of all
+    attributes that the code reads of any object."""
     names: set[str] = set()
     attributes: set[str] = set()
     pending = [code]
@@ -308,8 +308,8 @@ def _names_read(code: types.CodeType) -> dict[str, frozenset[str]]:
 
 
 def _is_users(module: types.ModuleType | None) -> bool:
-    """Whether the module is a file of the user. False for a library's module, and for a notebook's cells,
-    which have no file."""
+    """Whether the module is a file of the user. False for a library's module, and for a notebook, whose cells
+    have no file."""
     path = getattr(module, "__file__", None)
     if module is None or path is None or module.__name__.partition(".")[0] in ("pipedream", "torch"):
         return False
@@ -330,7 +330,7 @@ class _TooLargeError(Exception):
 
 
 class _Content(io.BytesIO):
-    """A buffer that raises _TooLargeError above _VALUE_BYTES_MAX."""
+    """A buffer that raises _TooLargeError if it would have more than _VALUE_BYTES_MAX."""
 
     def write(self, content: Any, /) -> int:
         self.check_room(len(content))
@@ -342,7 +342,7 @@ class _Content(io.BytesIO):
 
 
 class _Trial(HostPickler):
-    """Finds out whether a value can be pickled and unpickled."""
+    """Tries to pickle and unpickle a value."""
 
     def __init__(self) -> None:
         self._content = _Content()
@@ -361,7 +361,7 @@ class _Trial(HostPickler):
             self._content.check_room(value.nbytes)
         reduced = super().reducer_override(value)
         if isinstance(value, types.FunctionType) and reduced is not NotImplemented:
-            return _no_function, reduced[1]  # unpickling must not define the function again here
+            return _no_function, reduced[1]  # the trial must not define the function again
         return reduced
 
 
@@ -370,7 +370,7 @@ def _no_function(*_: Any) -> Any:
 
 
 def _why_not_sent(value: Any) -> str:
-    """Returns why the value cannot be sent; empty if it can."""
+    """Returns the reason why the value cannot be sent; empty if it can be sent."""
     try:
         _Trial().run(value)
     except _TooLargeError:
@@ -384,7 +384,7 @@ _OF_A_PROJECT = ("pyproject.toml", "setup.py", "setup.cfg")
 
 
 class Libraries:
-    """Knows which modules are libraries of a Python installation."""
+    """Finds out which modules are libraries of a Python installation."""
 
     def __init__(self, site_folders: Iterable[str], own_folders: Iterable[Path]) -> None:
         """site_folders: folders for installed packages. own_folders: the script's folder and the working
@@ -395,10 +395,10 @@ class Libraries:
         own = {outer for folder in own_folders for outer in (folder, *folder.parents)}
         self._projects = tuple(f"{project}/" for project in sorted(edited - own))
         self._recorded: dict[Path, str] = {}
-        """folder -> the text of all RECORD files of packages that are installed there."""
+        """By folder, the text of all RECORD files of packages that are installed in the folder."""
 
     def have(self, module: types.ModuleType) -> bool:
-        """Whether the module, which has a file, is a library's."""
+        """Whether the module is a library's. The module must have a file."""
         path = str(module.__file__)
         if path.startswith(self._folders):
             return True
@@ -419,7 +419,7 @@ class Libraries:
 
 @functools.cache
 def libraries() -> Libraries:
-    """Returns the libraries of this process's Python."""
+    """Returns the object that knows the libraries of this process's Python."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     own = [Path.cwd(), *([] if script is None else [Path(script).resolve().parent])]
@@ -427,10 +427,10 @@ def libraries() -> Libraries:
 
 
 def _edited_in_place(folders: list[str]) -> Iterator[Path]:
-    """Yields the folders of editable installations, as named in a distribution's direct_url.json and in .pth
-    files."""
+    """Yields the folders of editable installations. direct_url.json of a distribution and .pth files name
+    them."""
     for found in importlib.metadata.distributions(path=folders):
-        with contextlib.suppress(Exception):  # other tools wrote these files, perhaps wrongly
+        with contextlib.suppress(Exception):  # these files come from other tools, and may be wrong
             origin = json.loads(found.read_text("direct_url.json") or "{}")
             if origin.get("dir_info", {}).get("editable"):
                 yield Path(unquote(urlsplit(origin["url"]).path)).resolve()

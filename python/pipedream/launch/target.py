@@ -74,8 +74,8 @@ def _find_function(target: str, module_name: str, function_name: str) -> Callabl
 
 
 def _import_file(path: str) -> ModuleType:
-    # Imports the file by its plain name from its own folder, so that it can import its neighbours, as with
-    # `python file.py`. Worker processes inherit sys.path, and import its classes by the same name.
+    # The file is imported by its plain name from its own folder, so that it can import its neighbours, as
+    # with `python file.py`. Worker processes inherit sys.path, and import its classes by the same name.
     file = Path(path).resolve()
     if not file.is_file():
         raise ValueError(f"target file is {path!r}: there is no such file")
@@ -91,8 +91,8 @@ def _import_module(target: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # If the module exists but imports a module that is missing, the target is not mistaken, so that error
-        # is raised.
+        # If the target's module exists and imports a missing module, the target is right. The error about the
+        # missing module is then raised as it is.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(f"target is {target!r}: there is no module {error.name!r} here") from None
@@ -104,8 +104,8 @@ def _prepend_to_path(folder: str) -> None:
 
 
 def _parts_of(made: Any) -> dict[Any, Any]:
-    """Returns a mapping's items. For an object, returns its public attributes, and the class attributes that
-    are arguments of run()."""
+    """Returns the items of a mapping. For any other object returns its public attributes, and class
+    attributes that are arguments of run()."""
     if isinstance(made, Mapping):
         return dict(made)
     own = [name for name in getattr(made, "__dict__", ()) if not name.startswith("_")]
@@ -125,15 +125,16 @@ def _check_names(target: str, given: Mapping[Any, Any]) -> None:
 
 
 def _known() -> list[str]:
-    """Returns the names that a job may have: all arguments of run() except the plan, which is an option."""
+    """Returns the names that a job may have: all arguments of run() except the plan. --plan gives the
+    plan."""
     return ["model", *(option.name for option in RUN_OPTIONS)]
 
 
 def share_out(job: Job, counts: Sequence[tuple[int, int]], options: Mapping[str, Any]) -> Plan:
-    """Makes a plan in which each stage's share of the layers is its share of the workers.
+    """Makes a plan in which each stage has the same share of the layers as it has of the workers.
 
-    counts: (replicas, spare shards) of each stage. options: further arguments of run(). Like run(), this runs
-    a module once to find its layers, unless the model is a list of layers."""
+    counts: (replicas, spare shards) of each stage. options: further arguments of run(). To find the layers of
+    a module, this runs the module once, as run() does."""
     plan = Plan.replicated(_num_layers(job, options), [replicas for replicas, _ in counts])
     return plan.with_spare_shards([spares for _, spares in counts])
 

@@ -15,17 +15,17 @@ from pipedream.stage.job import WorkerPlace
 
 __all__ = ["mistakes_told", "rendezvous_prefix", "shared_by_rank_0", "this_rank"]
 
-# Seconds in which a rank tries to tell the others. If the store does not answer for so long, no rank waits on
-# it any more.
+# Seconds for which a rank tries to tell the others that it has failed. If the store has not answered by then,
+# the other ranks do not wait on it any more.
 _TELL_TIMEOUT_S = 30.0
 _SHARING_TIMEOUT_S = 3600.0  # rank 0 may profile a large model
 
 
 @contextlib.contextmanager
 def mistakes_told(prefix: str | None) -> Iterator[None]:
-    """Tells the other ranks if a check inside this context fails. A check may fail at one rank only, for
-    example because of its key file, and the other ranks would wait for that rank. prefix: None without
-    torchrun."""
+    """Tells the other ranks if a check in the with block fails. A check may fail at one rank only, for
+    example because of its key file, and the other ranks would wait for that rank. prefix: the prefix of this
+    call's keys; None without torchrun."""
     try:
         yield
     except Exception as error:
@@ -35,7 +35,7 @@ def mistakes_told(prefix: str | None) -> Iterator[None]:
 
 
 def _tell_the_others(prefix: str, error: Exception) -> None:
-    """Tells the other ranks, if there is a store."""
+    """Tells the other ranks that this rank could not start. Does nothing if the store does not answer."""
     with contextlib.suppress(Exception):
         text = f"rank {os.environ['RANK']} could not start: {describe_error(error)}"
         with torchrun_rendezvous(prefix, _TELL_TIMEOUT_S) as rendezvous:
@@ -43,7 +43,7 @@ def _tell_the_others(prefix: str, error: Exception) -> None:
 
 
 def rendezvous_prefix() -> str:
-    """Returns the prefix of this call's keys in torchrun's store. No two calls of a script have the same
+    """Returns the prefix of this call's keys in torchrun's store. Each call of a script has another
     prefix."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
     script = f"pipedream/{job}/{_incarnation()}"
@@ -71,10 +71,10 @@ def this_rank(prefix: str) -> Iterator[WorkerPlace]:
 
 
 def shared_by_rank_0(key: str, make: Callable[[], Any]) -> Any:
-    """Returns at every rank the JSON value that make() returns at rank 0. All ranks must call it.
+    """Returns at every rank the JSON value that make() returns at rank 0. All ranks must call this function.
 
-    Raises PeerLost if a rank does not call it. If make() raises, rank 0 raises the same error, the others a
-    PipelineError."""
+    Raises PeerLost if a rank does not call it. If make() raises an error, rank 0 raises the same error, and
+    the other ranks raise a PipelineError."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with torchrun_rendezvous(key, START_TIMEOUT_S) as rendezvous:
         try:
@@ -90,7 +90,7 @@ def shared_by_rank_0(key: str, make: Callable[[], Any]) -> Any:
         return made
 
 
-# The number of calls that this process has made, by torchrun's run id and restart count.
+# The number of calls that this process has made. The key has torchrun's run id and restart count.
 _num_calls: Counter[str] = Counter()
 
 

@@ -2,7 +2,7 @@
 
 If one worker ends with a status other than 0, the run has failed. That worker may not be the cause: a peer of
 the worker that caused the failure may end first. So while the cause is not known, the other workers get 2 s
-to report it. Then they get time to save their weights. Runs on the caller's thread.
+to report it. Once the cause is known, they get time to save their weights. Runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pipedream.report.status import LOOK_S
 
 __all__ = ["run_processes", "signals_deferred"]
 
-_PATIENCE_S = 2.0  # for the other workers to report why the first one ended
+_PATIENCE_S = 2.0  # seconds in which other workers may report why the first one ended
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Ended(BaseException):
-    """Raised in the main thread when a signal comes that ends this process."""
+    """Raised in the main thread when a signal arrives that would end this process."""
 
 
 def run_processes(
@@ -41,13 +41,14 @@ def run_processes(
     *,
     look_s: float = LOOK_S,
 ) -> dict[int, int]:
-    """Calls target(*arguments[rank]) in one process per rank, and returns when all have ended.
+    """Calls target(*arguments[rank]) in one process per rank, and returns when all processes have ended.
 
     environment: further variables of the processes.
     is_explained: called with the exit codes so far; returns whether the cause of the failure is known.
-    look: called once all have started, then every look_s seconds as long as it returns True. An error that it
-        raises ends all processes.
-    last_words_s: the seconds that the other workers have to end by themselves, once the cause is known.
+    look: called once all processes have started, then every look_s seconds as long as it returns True. An
+        error that it raises ends all processes.
+    last_words_s: returns the seconds that the other workers have to end by themselves, once the cause is
+    known.
 
     Returns {rank: exit code} of the processes that failed by themselves, in the order of their ends. A
     negative code is a signal. No process is left running, even after an error.
@@ -98,7 +99,7 @@ def _wait(
 
 
 def _is_stopped(process: Process) -> bool:
-    """Whether a signal (SIGSTOP) has stopped the process, so that waiting for it is useless."""
+    """Whether SIGSTOP has stopped the process. Waiting for such a process is useless."""
     with contextlib.suppress(OSError, IndexError):
         stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace")
         return stat.rpartition(")")[2].split()[0] in "tT"
@@ -115,10 +116,10 @@ def _end(processes: Sequence[Process]) -> None:
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Defers signals that would end this process at once. The block then raises, and cleans up before the
-    process ends.
+    """Defers signals that would end this process at once. In the with block such a signal raises an error, so
+    that the block cleans up. Then the signal ends the process.
 
-    Only the main thread may set signal handlers; on another thread this does nothing."""
+    Only the main thread may set signal handlers. On another thread this function does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
