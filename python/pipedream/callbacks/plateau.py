@@ -1,4 +1,4 @@
-"""Callbacks that end the run, or lower its learning rates, when a metric has stopped to improve."""
+"""Callbacks that end the run, or lower its learning rates, when a metric has stopped improving."""
 
 from __future__ import annotations
 

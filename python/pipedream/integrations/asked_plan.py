@@ -1,7 +1,8 @@
-"""AskedPlan has a front end's arguments about the plan. If the user gives no whole plan, it makes one from a
-profile.
+"""AskedPlan has the arguments of a front end that are about the plan. If the user gives no plan, it makes one
+from a profile.
 
-Used by the caller, under torchrun by every rank. Needs neither transformers nor Lightning.
+The process that called the front end uses it; under torchrun every rank does. Imports neither transformers
+nor Lightning.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ class AskedPlan:
     given: Plan | None
     """The user's plan; None if the plan must be made from a profile."""
     replicas: tuple[int, ...]
-    """The number of replicas of every stage, for a plan that must be made; empty if the planner chooses the
-    stages."""
+    """The number of replicas of each stage, if the plan must be made with these stages; otherwise empty."""
     num_workers: int | None
     bandwidth: str | float
 
@@ -35,10 +35,12 @@ class AskedPlan:
     def of(
         cls, plan: Plan | str | os.PathLike[str] | None, workers: int | None, bandwidth: str | float
     ) -> AskedPlan:
-        """plan: a Plan, the path of a plan's file, or the replicas of every stage, such as "1-1". workers:
-        how many workers the planner may use. Under torchrun the ranks are the workers.
+        """Makes it from a front end's arguments.
 
-        Raises ValueError for spare shards, and OSError for a file that cannot be read.
+        plan: a Plan, the path of a plan's file, or the replicas of every stage, such as "1-1"; None lets the
+        planner choose the stages. workers: the most workers that the planner may use. Under torchrun it is
+        the number of ranks. Raises ValueError for replicas with spares, and OSError for a file that cannot be
+        read.
         """
         if under_torchrun():
             workers = int(os.environ["WORLD_SIZE"])
@@ -54,7 +56,7 @@ class AskedPlan:
 
     @property
     def num_stages_max(self) -> int:
-        """The number of stages; if the planner chooses it, the largest possible number."""
+        """The number of stages. If the planner chooses it, this is the largest possible number."""
         if self.given is not None:
             return self.given.num_stages
         return len(self.replicas) or self.num_workers or 1
@@ -66,8 +68,8 @@ class AskedPlan:
         return self.replicas[-1] if self.replicas else 1
 
     def agreed(self, make: Callable[[], Plan], key: str | None) -> Plan:
-        """Returns the user's plan, or the plan that make() returns at rank 0. key: a key of torchrun's store;
-        None without torchrun."""
+        """Returns the same plan at all ranks: the user's plan, or the plan that make() returns at rank 0.
+        key: a key of torchrun's store; None without torchrun."""
         if self.given is not None:
             return self.given
         if key is None:
@@ -87,8 +89,7 @@ class AskedPlan:
         )
 
     def describe(self, plan: Plan) -> str:
-        """Returns the text of a plan that was made. If the plan leaves workers unused, the text says how to
-        use more."""
+        """Returns the plan as text. If the plan leaves workers unused, the text says how to use more."""
         workers, used = self.num_workers or 0, plan.workers_used
         num_stages = min(workers, plan.num_layers)
         if self.replicas or used >= num_stages:

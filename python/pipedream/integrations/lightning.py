@@ -6,10 +6,10 @@
     if __name__ == "__main__":
         pipeline.fit(module, loader, val_loader, workers=2, max_epochs=10)
 
-Lightning's own Trainer runs its loops, callbacks, loggers and checkpoints. The strategy defined here computes
-no step. Workers compute all steps up to the next point at which Lightning reads the module. Then the strategy
-returns the steps' logged values, one step after another. Works with lightning and pytorch_lightning.
-docs/lightning.md.
+Lightning's own Trainer runs its loops, callbacks, loggers and checkpoints, with the strategy that this module
+defines. When Lightning asks for a step, workers compute all steps up to the next point at which Lightning
+reads the module. The strategy then gives Lightning the logged values of one step after another. A row has the
+values of one step. Works with lightning and pytorch_lightning. docs/lightning.md.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ _OF_FIT = {
     "state": "ckpt_path",
     "validation": "val_dataloaders",
 }
-"""Arguments of pipedream.run() that fit() sets itself. The text says where the user gives the value instead.
+"""Arguments of pipedream.run() that fit() sets itself, each with the place where the user gives the value
+instead.
 """
 
 
@@ -85,18 +86,19 @@ def fit(
     """Trains `module` as a pipeline. Returns Lightning's Trainer, with its metrics, loggers and best
     checkpoint.
 
-    module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as in Trainer.fit. fit() can continue
-        a checkpoint of Lightning's own Trainer, and Lightning's own Trainer a checkpoint of fit().
-    plan: how the module is cut: a Plan, the path of a plan's file, or the replicas of every stage, such as
-        "1-1" for two stages. None: the planner chooses the stages, for at most `workers` on links of
-        `bandwidth`. Without a Plan or a file the module is profiled and the plan is printed. The last stage
-        must have one replica. Under torchrun the ranks are the workers.
+    module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as in Trainer.fit. ckpt_path may be a
+        checkpoint of fit() or of Lightning's own Trainer, which can also continue a checkpoint of fit().
+    plan: a Plan, the path of a plan's file, or the replicas of every stage, such as "1-1" for two stages.
+        None: the planner chooses the stages. In the last two cases the module is profiled and the plan is
+        printed. The last stage must have one replica.
+    workers: the most workers that the planner may use. Under torchrun the ranks are the workers.
+    bandwidth: the bandwidth of the link between two workers, for the planner.
     schedule: "flush" trains as Lightning does. docs/schedules.md has schedules that keep every worker busy.
-    microbatches: number of pieces of a batch. None: up to four per stage, as many as divide the batch evenly;
-        or one, if the module has batch norm, or if the loss of the first batch is not the mean over its
-        pieces. With accumulate_grad_batches each batch is one piece.
-    run: further arguments of pipedream.run by name, such as {"codec": "bf16"}. If "weight_fn" is among them,
-        that function is called with a dict whose "batch" is the piece, and returns how much the piece counts.
+    microbatches: the number of pieces into which a batch is cut. None: as many as divide the batch evenly, up
+        to four per stage. But None means one piece if the module has batch norm, or if the loss of the first
+        batch is not the mean over its pieces. With accumulate_grad_batches each batch is one piece.
+    run: further arguments of pipedream.run by name, such as {"codec": "bf16"}. A "weight_fn" is called with a
+        dict whose "batch" is the piece. It returns how much the piece counts.
     trainer_arguments: arguments of Trainer. docs/lightning.md lists which arguments work, which change
         nothing, and which are refused.
 
@@ -143,7 +145,7 @@ def fit(
     )
     with device_wanted(device):
         trainer.fit(module, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path)
-    if pipeline.is_interrupted:  # in the last part
+    if pipeline.is_interrupted:  # Ctrl-C came after Lightning had asked for the last steps
         raise KeyboardInterrupt
     strategy.warn_of_a_late_stop()
     trainer.pipeline_result = pipeline.result
@@ -151,7 +153,7 @@ def fit(
 
 
 def _library_of(module: Any) -> Any:
-    """Returns lightning.pytorch or pytorch_lightning, whichever the module's class is from."""
+    """Returns the library whose LightningModule the module is: lightning.pytorch or pytorch_lightning."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         library = sys.modules.get(name)
         if library is not None and isinstance(module, library.LightningModule):
@@ -162,7 +164,7 @@ def _library_of(module: Any) -> Any:
 
 
 class _Place:
-    """The object that Lightning's loops get in place of a batch. The batch itself is in the workers."""
+    """Takes the place of a batch in Lightning's loops. The workers have the batch itself."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -172,10 +174,11 @@ class _Place:
 
 
 class _Places:
-    """The object that Lightning's loops get in place of a loader."""
+    """Takes the place of a loader in Lightning's loops."""
 
     def __init__(self, loader: Any, more: Any) -> None:
-        """more: for a loader without a length, returns whether there is a batch with a given number."""
+        """more: returns whether there is a batch of a given number. It is called only if the loader has no
+        length."""
         self._loader, self._more = loader, more
         self.sampler = getattr(loader, "sampler", None)
         self.batch_sampler = getattr(loader, "batch_sampler", None)
@@ -195,8 +198,8 @@ class _Places:
 
 
 class _PipelineStrategy:
-    """Returns the results of a pipeline's workers to Lightning. Used as a base class together with
-    Lightning's SingleDeviceStrategy.
+    """Gives Lightning the rows that workers have computed. _strategy_class() combines it with Lightning's
+    SingleDeviceStrategy.
     """
 
     lightning_module: Any
@@ -212,7 +215,7 @@ class _PipelineStrategy:
 
     @property
     def _base(self) -> Any:
-        """Lightning's own strategy, the next base class."""
+        """Lightning's SingleDeviceStrategy, which is the next base class."""
         return super()
 
     @property
@@ -239,8 +242,8 @@ class _PipelineStrategy:
             return True
         if number == 1:
             self.pipeline.ensure_rows(self.lightning_module.trainer, 0)
-        # After an interrupt Lightning must get one more batch, because KeyboardInterrupt is raised for the
-        # first batch without a result.
+        # After Ctrl-C Lightning must get one more batch, because the first batch without a row raises
+        # KeyboardInterrupt.
         return self.pipeline.is_interrupted or number < (self.pipeline.num_batches or 0)
 
     def _has_val_batch(self, number: int) -> bool:
@@ -269,8 +272,8 @@ class _PipelineStrategy:
         return None
 
     def _validate_here(self, place: _Place, *args: Any, **kwargs: Any) -> Any:
-        """Validates with the whole module in this process if the pipeline has evaluated nothing, for example
-        before the first batch.
+        """Validates with the whole module in this process. This is needed if the pipeline has evaluated
+        nothing, for example before the first batch.
         """
         if place.number == 0:
             self._val_batches = iter(self.pipeline.val_loader)
@@ -317,7 +320,8 @@ class _PipelineStrategy:
             self._base.save_checkpoint(checkpoint, filepath, storage_options)
 
     def warn_of_a_late_stop(self) -> None:
-        """Warns, once, if workers have trained on batches after a callback stopped the training."""
+        """Warns once if the workers have trained on batches after the point at which a callback stopped the
+        training."""
         num_ahead = self.pipeline.num_batches_ahead
         if num_ahead and not self._has_warned:
             self._has_warned = True
@@ -338,7 +342,8 @@ def _strategy_class(library: Any) -> Any:
 
 
 def _add_to_metric(metric: Any, num_updates: int, parts: Mapping[str, Any]) -> None:
-    """Adds the states of other updates to a metric."""
+    """Joins states that a worker's updates have made into a metric of torchmetrics. parts: values by the
+    state's name."""
     before = metric._update_count
     for state, value in parts.items():
         mine, reduction = getattr(metric, state), metric._reductions[state]

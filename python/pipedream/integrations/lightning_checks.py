@@ -1,7 +1,6 @@
-"""Lists the arguments of Lightning's Trainer that fit() supports, that have no effect in it, and that it
-refuses. Lists the hooks and callbacks that it refuses. Tests compare the tables with the installed version.
-
-Imports no Lightning.
+"""Lists the arguments of Lightning's Trainer that fit() (lightning.py) supports, ignores or refuses, and the
+hooks and callbacks that it refuses. Tests compare the tables with the installed Lightning. Imports no
+Lightning.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MEANINGLESS = {
     "limit_predict_batches": "fit predicts nothing",
     "use_distributed_sampler": "every worker reads the same batches",
 }
-"""Arguments of Trainer that are accepted and change nothing, with the reason."""
+"""Arguments of Trainer that are accepted and change nothing. Each has the reason."""
 
 REFUSED = {
     "barebones": "leave it out",
@@ -52,7 +51,7 @@ REFUSED = {
     "strategy": "the pipeline is the strategy: leave it out",
     "sync_batchnorm": "batch norm counts whole batches anyway: leave it out",
 }
-"""Arguments of Trainer that raise an error, with the remedy."""
+"""Arguments of Trainer that raise an error. Each has the remedy."""
 
 ON_ONE_DEVICE: dict[str, tuple[Any, ...]] = {
     "devices": (1, "1", [0], "auto"),
@@ -63,7 +62,8 @@ ON_ONE_DEVICE: dict[str, tuple[Any, ...]] = {
 """Values of refused arguments that are accepted, because a script for one device may give them."""
 
 DEVICES = {None: None, "auto": None, "cpu": "host", "gpu": "cuda", "cuda": "cuda"}
-"""Lightning's name of an accelerator -> where workers compute; None: on GPUs if there are any."""
+"""Lightning's name of an accelerator -> the kind of device on which workers compute. None means GPUs if there
+are any."""
 
 PRECISIONS = {
     None: (None, "32-true"),
@@ -79,7 +79,7 @@ PRECISIONS = {
     "16": ("float16", "32-true"),
     "16-mixed": ("float16", "32-true"),
 }
-"""Maps Lightning's name of a precision to (autocast of the run, precision of the caller's Trainer)."""
+"""Lightning's name of a precision -> (autocast of the run, precision that Lightning's Trainer gets)."""
 
 _HOOKS = {
     "backward": "pipedream makes the backward",
@@ -94,7 +94,7 @@ _HOOKS = {
     "optimizer_zero_grad": "gradients are in the workers",
     "transfer_batch_to_device": "do its work in training_step or in the data",
 }
-"""Hooks that a pipeline could not call at the right time, with the remedy."""
+"""Hooks of modules and callbacks that a pipeline could not call at the right time. Each has the remedy."""
 
 REFUSED_HOOKS = {
     **_HOOKS,
@@ -107,8 +107,8 @@ REFUSED_HOOKS = {
         "workers evaluate, and put all of the module in eval mode: leave it out",
     ),
 }
-"""Hooks of a module that are refused, with the remedy. The workers' steps would not see the changes that such
-a hook makes."""
+"""All hooks of a module that are refused, each with the remedy. The workers' steps would not see what such a
+hook changes."""
 
 _BETWEEN_BATCHES = "works on weights or gradients between batches: leave it out"
 _CALLBACKS = {
@@ -118,7 +118,7 @@ _CALLBACKS = {
     "ProgressBar": "shows batches late. Leave it out: pipedream shows epoch, loss and samples/s",
     "Timer": "stops between batches, when the workers are ahead: give max_epochs or max_steps",
 }
-"""Lightning's callbacks that are refused, by class, with the remedy."""
+"""Lightning's callbacks that are refused. Each has the reason or the remedy."""
 
 
 def check_module(module: Any, library: Any) -> None:

@@ -1,5 +1,5 @@
-"""Computes in advance the options that Lightning's schedulers set before each step. The scheduler Rates sets
-these options in the workers. Any thread.
+"""Lets workers follow the learning rates of Lightning's schedulers. The caller computes the optimizer's
+options before each step in advance. The scheduler Rates sets them in the workers. Any thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Rates", "planned_options", "state_by_name"]
 
 class Rates:
     """A scheduler for run(lr_scheduler=). Before each step of a stage it sets the options of the stage's
-    groups.
+    parameter groups.
     """
 
     def __init__(self, rows: Sequence[Options], optimizer: torch.optim.Optimizer) -> None:
-        """rows: the options before each step of this run, and after the last step."""
+        """rows: the options of all groups before each step of this run, and after the last step."""
         self._rows, self._optimizer, self._next = rows, optimizer, 0
         self.step()
 
@@ -45,8 +45,8 @@ class Rates:
 def planned_options(
     optimizer: torch.optim.Optimizer, schedulers: Sequence[Any], num_steps: int, step: Callable[[int], None]
 ) -> list[Options]:
-    """Returns the options before each of the next steps, and after the last step. step(i): advances the
-    schedulers to their state after step i. Optimizer and schedulers are unchanged afterwards.
+    """Returns the options before each of the next num_steps steps, and after the last one. Optimizer and
+    schedulers are as before afterwards. step: step(i) advances the schedulers to their state after step i.
     """
     kept, states = (
         copy.deepcopy(options_of(optimizer)),
@@ -64,7 +64,7 @@ def planned_options(
 
 
 def _changing(options: Options) -> Options:
-    """Returns the options that schedulers may change: rates, a cycle's momentum, weight decay."""
+    """Returns copies of the options that schedulers may change: rates, momentum and weight decay."""
     return [
         {
             name: copy.deepcopy(group[name])

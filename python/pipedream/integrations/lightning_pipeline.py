@@ -1,9 +1,9 @@
-"""Trains the batches of a Lightning fit as a pipeline, in parts. Stores the values that each step has logged,
-for Lightning.
+"""Trains the batches of a Lightning fit as a pipeline, in parts. Stores a row for each step: the values that
+the step has logged.
 
-A part ends at the next point at which Lightning reads the module: a validation, a checkpoint, or the end of
-the epoch. Each part is a run that continues from the state of the part before. Imports no Lightning. On the
-caller's thread.
+A part is one call of pipedream.run(). It ends at the next point at which Lightning reads the module: a
+validation, a checkpoint, or the end of the epoch. The next part continues from its state. Imports no
+Lightning. Runs on the thread that called fit().
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ from pipedream.update.piece_states import cut_out
 
 __all__ = ["Pipeline", "shared"]
 
-_LOSS_TOLERANCE = 1e-3  # relative difference by which a mean over pieces may differ from the whole loss
-_NOISE_FACTOR = 20  # tolerance for a random loss, in differences between two evaluations of the whole
+# The mean loss over a batch's pieces may differ from the whole batch's loss by this share of it. If the loss
+# is random, it may differ by _NOISE_FACTOR times the difference between two losses of the whole batch.
+_LOSS_TOLERANCE = 1e-3
+_NOISE_FACTOR = 20
 
 
 def shared(value: Any) -> Any:
-    """Returns rank 0's value at all ranks, as JSON. In a plain script it returns the value itself."""
+    """Returns rank 0's value at all ranks. The value must be JSON. Without torchrun it returns `value`."""
     if not under_torchrun():
         return value
     return shared_by_rank_0(rendezvous_prefix(), lambda: value)
@@ -62,7 +64,8 @@ class Part:
 
     first: int
     end: int | None
-    """None: up to the end of data without a length."""
+    """The batch after the part's last batch; None if the part ends with the data and their length is
+    unknown."""
     evaluates: bool
 
     def steps(self, accumulated: int) -> int | None:
@@ -70,7 +73,7 @@ class Part:
 
 
 class Pipeline:
-    """The runs of one fit."""
+    """Makes the runs of one fit."""
 
     def __init__(
         self,
@@ -79,9 +82,9 @@ class Pipeline:
         run_arguments: Mapping[str, Any],
         check_callbacks: Callable[[Any], None],
     ) -> None:
-        """microbatches: None chooses the number. run_arguments: the user's arguments of pipedream.run, with
-        schedule and autocast among them. check_callbacks: raises ValueError for callbacks that a pipeline
-        cannot honour."""
+        """microbatches: the user's number; None lets the pipeline choose. run_arguments: arguments of
+        pipedream.run; "schedule" and "autocast" must be among them. check_callbacks: raises ValueError for
+        callbacks that a pipeline refuses."""
         self._asked_plan = asked_plan
         self._asked_microbatches = microbatches
         self._run_arguments = run_arguments
@@ -93,8 +96,7 @@ class Pipeline:
         self.result: pipedream.RunResult | None = None
         """The result of the latest run."""
         self.num_batches: int | None = None
-        """The number of batches of this epoch, if the loader has no length. It is known after training on
-        them."""
+        """The number of batches that the workers have trained on in this epoch."""
         self.is_interrupted = False
         """Whether Ctrl-C has asked the latest run to end."""
         self._recorder = Recorder()
@@ -118,8 +120,8 @@ class Pipeline:
         return self._train_rows.popleft()
 
     def ensure_rows(self, trainer: Any, batch: int) -> None:
-        """Trains the next part, unless rows of the last part are left. If Ctrl-C has ended the last part,
-        raises KeyboardInterrupt after Lightning has got all rows of that part.
+        """Trains the next part if Lightning has taken all rows of the last part. Raises KeyboardInterrupt if
+        Ctrl-C has ended the last part.
         """
         if not self._train_rows:
             if self.is_interrupted:
@@ -128,8 +130,7 @@ class Pipeline:
 
     @property
     def num_batches_ahead(self) -> int:
-        """The number of batches on which the workers have trained, but which Lightning's loop has not
-        reached."""
+        """The number of batches that the workers have trained on, but Lightning's loop has not reached."""
         return len(self._train_rows)
 
     def val_row(self) -> Row | None:
@@ -141,8 +142,8 @@ class Pipeline:
         return bool(self._val_rows)
 
     def fill(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        """Copies the stages' optimizer state into the caller's optimizer. Called at all ranks. folder: a
-        folder that all ranks share.
+        """Copies the stages' optimizer state into the optimizer of this process. Call it at all ranks; only
+        rank 0 needs the state. folder: a folder that all ranks share.
         """
         if self._optimizer_is_newest or self._state is None or self.steps is None:
             return
@@ -251,8 +252,7 @@ class Pipeline:
         self._take_rows(part)
 
     def _check(self, trainer: Any) -> None:
-        """Raises ValueError for unsupported callbacks, optimizers, schedulers and loaders, before a worker
-        starts."""
+        """Raises ValueError for callbacks, optimizers, schedulers and loaders that a pipeline refuses."""
         self._check_callbacks(trainer.callbacks)
         if len(trainer.optimizers) != 1:
             raise ValueError(
@@ -270,8 +270,8 @@ class Pipeline:
                 raise ValueError(f"{name} are {len(combined.flattened)}: give one loader")
 
     def _begin_epoch(self, epoch: int, num_batches: float) -> None:
-        """Sets the loader's generators to the state that they have in Lightning's own loop at the start of
-        the epoch. So all parts of an epoch read the batches in the same order.
+        """Sets the loader's random generators to the states that Lightning's own loop would find at the start
+        of the epoch. So all parts of an epoch read the batches in the same order.
         """
         loader = self.train_loader
         if loader is self._loader_of_epoch:
@@ -311,7 +311,8 @@ class Pipeline:
         return data, pipedream.Validation(held_out)
 
     def _learn(self, data: Batches, validation: Any) -> None:
-        """Runs a training step and a validation step on their first batch, to learn which values they log."""
+        """Runs a training step and a validation step on their first batches, to learn which values they log.
+        Also chooses the number of microbatches."""
         assert self.steps is not None
         for is_training, batches in ((True, data), (False, validation and validation.data)):
             layout = self.steps.layouts[is_training]
@@ -324,7 +325,7 @@ class Pipeline:
                 contextlib.ExitStack() as around,
             ):
                 attributes = vars(vars(self.steps)["lightning_module"])
-                around.callback(attributes.update, dict(attributes))  # a step may count in attributes
+                around.callback(attributes.update, dict(attributes))  # undoes what the step sets
                 kept = generator_states(batches.loader)
                 around.callback(set_generators, batches.loader, kept)
                 first = next(iter(batches.one_by_one()))
@@ -346,7 +347,7 @@ class Pipeline:
         if data.accumulated > 1:
             return data.accumulated
         if self._run_arguments["schedule"] == "auto":
-            return 1  # the plan has the number
+            return 1  # the plan will have the number
         if self._asked_microbatches is not None:
             return self._asked_microbatches
         stages = self._asked_plan.num_stages_max
@@ -361,8 +362,8 @@ class Pipeline:
         return 1
 
     def _why_not_cut(self, first: Mapping[str, Any], num_pieces: int) -> str | None:
-        """Returns why the loss of the first batch is not the mean over its pieces, in eval mode; None if it
-        is.
+        """Returns the reason not to cut batches: batch norm, or a first batch whose loss is not the mean over
+        its pieces. Returns None if batches may be cut.
         """
         assert self.steps is not None
         if has_batch_norm(self.steps):
@@ -378,8 +379,8 @@ class Pipeline:
                 whole = float(self.steps(**first)["loss"])
                 if abs(cut - whole) <= _LOSS_TOLERANCE * abs(whole):
                     return None
-                noise = abs(float(self.steps(**first)["loss"]) - whole)  # above 0 if the loss draws numbers
-        except Exception as error:  # a step may not be written for pieces, or for eval mode
+                noise = abs(float(self.steps(**first)["loss"]) - whole)  # above 0 if the loss is random
+        except Exception as error:  # some steps fail with a piece of a batch, or in eval mode
             return f"their pieces cannot be tried ({type(error).__name__}: {error})"
         if abs(cut - whole) < _NOISE_FACTOR * noise:
             return None
@@ -402,8 +403,8 @@ class Pipeline:
             )
         profile = replace(profile, model=type(vars(self.steps)["lightning_module"]).__name__)
         asked, schedule = self._asked_plan, self._run_arguments["schedule"]
-        # With accumulated gradients the profile measures one of the minibatch's batches. A minibatch takes
-        # longer, by the same factor in every layer.
+        # With accumulated gradients the profile is of one batch. A minibatch takes longer by the same factor
+        # in every layer, so the best cut is the same.
         plan = asked.make(profile, schedule, "auto" if schedule == "auto" else self._microbatches)
         print(asked.describe(plan), flush=True)
         return plan
@@ -428,7 +429,8 @@ class Pipeline:
                 if after % config.frequency == 0:
                     trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
 
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # the stages make its steps
+        # Without this mark torch would warn, because the stages make the optimizer's steps.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         return planned_options(optimizer, [config.scheduler for config in configs], num_steps or 0, step)
 
     def _take_rows(self, part: Part) -> None:
@@ -451,7 +453,7 @@ class Pipeline:
 
 
 def _count_one(batch: Any) -> float:
-    """Counts every accumulated batch alike, as Lightning does."""
+    """Gives every accumulated batch the same weight, as Lightning does."""
     return 1.0
 
 
@@ -461,7 +463,7 @@ def _double(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _left_by_trainer(module: Any) -> Iterator[None]:
-    """In the with block, the module has no trainer, which could not be sent to workers."""
+    """Takes the trainer out of the module in the with block, because a trainer cannot be sent to workers."""
     attributes = vars(module)
     kept = attributes["_trainer"]
     attributes["_trainer"] = None
@@ -483,8 +485,8 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _draw_as_an_epoch(loader: Any, num_batches: float) -> None:
-    """Advances the loader's generators as one epoch of Lightning's loop does. The loop asks for no batch
-    after the last one.
+    """Advances the loader's random generators as one epoch of Lightning's loop does. It draws what the loader
+    draws for num_batches batches and for those that its workers read ahead.
     """
     generator, sampler = getattr(loader, "generator", None), getattr(loader, "batch_sampler", None)
     if generator is None:

@@ -5,8 +5,8 @@
     Batches    The data: a range of a loader's batches, each with its number.
 
 A row has all values that a step logged, and the states of its metrics. At the end of a run the rows return to
-the caller's Recorder. The caller then logs them as if it had computed the steps. Imports no Lightning. On the
-worker's compute thread, and the caller's.
+the Recorder of the process that called fit(). That process then logs them as if it had computed the steps.
+Imports no Lightning. Runs on the workers' compute threads, and on the thread that called fit().
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipedream.splitting.evaluation_cut import in_eval_mode
 
 __all__ = ["Batches", "Layout", "LoggedCall", "Recorder", "Row", "StandInTrainer", "Steps", "metrics_of"]
 
-_PER_VALUE = 3  # columns of a logged value: whether it was logged, the value, its batch size
+_PER_VALUE = 3  # a logged value has three columns: whether it was logged, the value, its batch size
 
 Step = Callable[..., Any]
 
@@ -43,7 +43,7 @@ class LoggedCall:
     options: dict[str, Any]
     dtype: torch.dtype
     metric: str | None
-    """The attribute of the module that has the logged metric. None: a number or tensor was logged."""
+    """The name of the logged metric in the module; None if a number or tensor was logged."""
 
     @property
     def reduction(self) -> str:
@@ -81,7 +81,7 @@ class StandInTrainer:
         return self._first_step + num_before
 
     def at(self, batch: int | None) -> None:
-        """batch: None if the number of the batch does not reach the stages."""
+        """Sets the number of the batch whose step runs; None if the stages do not get the number."""
         self._batch = batch
 
     def __getattr__(self, name: str) -> Any:
@@ -111,7 +111,7 @@ def _has_metrics_alone(module: nn.Module) -> bool:
 
 
 def reads(function: Any, position: int) -> bool:
-    """Whether a method's code reads its argument at this position; position 0 is self."""
+    """Whether a method's code reads its argument at this position. Position 0 is self."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if not isinstance(code, types.CodeType):
         return True
@@ -131,8 +131,7 @@ class Steps(nn.Module):
     """A LightningModule whose forward is its training_step, or its validation_step in eval mode.
 
     It uses the module's own tables of parameters, buffers and children, so that names are the module's.
-    Metrics are left out of the children, because they belong to no stage, and each step starts with empty
-    metrics.
+    Metrics are not among the children, because they belong to no stage. Each step starts with empty metrics.
     """
 
     def __init__(self, module: Any, trainer: StandInTrainer) -> None:
@@ -151,19 +150,21 @@ class Steps(nn.Module):
         self.learns = False
         """Whether the next step defines the layout."""
         self.calls_eval = False
-        """Whether training_step also runs in eval mode, to compare losses."""
+        """Whether training_step runs with the module in eval mode."""
         self.list_batches = {True: False, False: False}
-        """Whether batches are lists. They are sent as tuples."""
+        """Whether the loader's batches of training (True) or validation (False) are lists. The step gets
+        lists then, although batches are sent as tuples."""
         self.reads_number = {
             True: _takes(module.training_step, 2) and reads(module.training_step, 2),
             False: _takes(module.validation_step, 2) and reads(module.validation_step, 2),
         }
-        """Whether the step reads its batch_idx, which then crosses every cut."""
+        """Whether the step of training (True) or validation (False) reads its batch_idx. If so, the number
+        crosses every cut."""
         self.training = module.training
 
     @contextlib.contextmanager
     def in_eval_mode(self) -> Iterator[None]:
-        """In the with block, training_step runs with the module in eval mode."""
+        """Makes training_step run with the module in eval mode, within the with block."""
         with in_eval_mode([self]):
             self.training, self.calls_eval = True, True
             try:
@@ -201,7 +202,7 @@ def _takes(step: Step, position: int) -> bool:
 
 
 class _Logging:
-    """A context around a step that receives its calls of self.log."""
+    """Receives the calls of self.log of the step that runs in its `with` block."""
 
     def __init__(self, steps: Steps, module: Any, batch: Any) -> None:
         self._steps, self._module = steps, module
@@ -283,8 +284,8 @@ class _Logging:
         return torch.cat(flat)
 
     def shown(self, loss: Any) -> Tensor:
-        """Returns a validation's loss: the step's output, or else the first logged tensor of one element, or
-        else 0."""
+        """Returns the loss of a validation step. It is the step's output, otherwise the first logged tensor
+        of one element, otherwise 0."""
         found = [loss, *(value for value, _ in self._values.values())]
         numbers = [one for one in found if isinstance(one, Tensor) and one.numel() == 1]
         return numbers[0].reshape(()) if numbers else torch.zeros(())
@@ -339,20 +340,20 @@ _JOINS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "min": lambda values, shares: min(values),
     "max": lambda values, shares: max(values),
 }
-"""Functions that join the values of a batch's pieces, by reduce_fx. For any other reduce_fx the result is the
-mean.
+"""Functions that join the values of a batch's pieces, by reduce_fx. Any other reduce_fx gives the mean
+weighted by shares.
 """
 
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one step, taken from its row by the layout."""
+    """The figures of one step, by name."""
 
     loss: float
     values: dict[str, tuple[float, int]]
-    """(value, batch size) of the values that were logged, by name."""
+    """(value, batch size) of each value that was logged, by name."""
     states: list[dict[str, tuple[int, dict[str, Tensor]]]]
-    """(number of updates, states) of this step, by microbatch and metric."""
+    """For each microbatch, (number of updates, states) of each metric, by the metric's name."""
 
     @classmethod
     def of(cls, layout: Layout, numbers: Sequence[float]) -> Row:
@@ -376,8 +377,8 @@ class Row:
 
     @classmethod
     def joined(cls, rows: Sequence[Row], samples: Sequence[float], layout: Layout) -> Row:
-        """Joins the rows of a batch's microbatches. Values become means weighted by samples, or sums, minima
-        or maxima if reduce_fx says so.
+        """Joins the rows of a batch's microbatches. Values are joined by their reduce_fx; a mean is weighted
+        by samples.
         """
         if len(rows) == 1:
             return rows[0]
@@ -419,8 +420,8 @@ class _Rows(nn.Module):
 
 class Recorder(nn.Module):
     """The loss of a run over Steps, which keeps a row for each step. Tracing and rehearsing also call it, so
-    only the newest row of a step counts. It is a module, because tensors and numbers of a loss that is a
-    module are sent back from the worker.
+    only the newest rows of a batch count. It is a module, because a run sends the state of a loss that is a
+    module back to the caller.
     """
 
     def __init__(self) -> None:
@@ -434,21 +435,22 @@ class Recorder(nn.Module):
             return loss
         row = outputs["row"]
         self._trained.add([batch["number"], batch["total"], _batch_size_of(batch["batch"])], row)
-        # The loss must depend on the row, so that the row is sent to the last stage. The loss's value does
-        # not change.
+        # The loss must depend on the row, so that the row is sent to the last stage. Its value does not
+        # change.
         loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), row.sum().to(loss.dtype), loss)
         return loss * batch["scale"] if "scale" in batch else loss
 
     def __deepcopy__(self, memo: Any) -> Recorder:
-        """An evaluation calls a copy of the loss, whose rows would be lost."""
+        """Returns the object itself, because an evaluation calls a copy of the loss, whose rows would be
+        lost."""
         return self
 
     def begin(self) -> None:
-        """Drops the rows of an earlier run. The caller calls it before a run."""
+        """Drops the rows of an earlier run. Call it before a run."""
         self._trained, self._held_out = _Rows(), _Rows()
 
     def trained(self) -> list[list[tuple[float, list[float]]]]:
-        """Returns (samples, row) for the microbatches of each batch, in order."""
+        """Returns, for each batch in order, (samples, row) of each of its microbatches."""
         found: dict[int, list[tuple[float, list[float]]]] = {}
         for number, total, samples, *row in self._trained.newest_first():
             pieces = found.setdefault(int(number), [])
@@ -465,11 +467,11 @@ class Recorder(nn.Module):
 
 
 class Batches:
-    """The batches first..end - 1 of a loader, each with its number. With accumulated gradients it yields
-    several batches at a time.
+    """The batches first..end - 1 of a loader's epoch, each with its number. With accumulated gradients it
+    yields several batches at a time, as Microbatches.
 
-    Every reader iterates the loader's whole epoch in the same order for every part, because the generators
-    start from the seed given here.
+    Each worker reads the epoch in the same order for every part, because the random generators start from
+    `seed`.
     """
 
     def __init__(
@@ -529,7 +531,7 @@ class Batches:
 
 
 def _for_stages(batch: Any) -> Any:
-    """Converts a batch for the stages. Lists of tensors become tuples, because a run treats a list as one
+    """Converts a batch for the stages. Lists of tensors become tuples, because run() takes a list for one
     entry per sample. Texts become None, because they cannot cross a cut.
     """
     if isinstance(batch, str):

@@ -1,5 +1,5 @@
-"""Watches the attributes of a LightningModule that its steps change. The changes stay in the workers, and
-each part of a fit begins with the caller's attributes. On the caller's thread."""
+"""Finds attributes of a LightningModule that its steps change. Such changes are lost, because the steps run
+in the workers' copies of the module. Runs on the thread that called fit()."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ these itself."""
 
 @contextlib.contextmanager
 def no_attribute_changed(attributes: Mapping[str, Any], *, is_training: bool) -> Iterator[None]:
-    """Checks the step that runs in the with block. Raises ValueError if the step adds to a list, dict or
-    number of the module, because the workers' additions would be lost. Prints a line about other attributes
-    that the step sets. attributes: the module's attributes.
+    """Checks the step that runs in the with block. Raises ValueError if the step changes a number, or the
+    content of a list, set, dict or metric, of the module. Prints a line about other attributes that the step
+    sets. attributes: the module's attributes.
     """
     before = dict(attributes)
     amounts = {name: _amount(value) for name, value in before.items() if name not in _OF_MODULES}
@@ -42,7 +42,8 @@ def no_attribute_changed(attributes: Mapping[str, Any], *, is_training: bool) ->
 
 
 def _amount(value: Any) -> Any:
-    """Returns a figure that changes if a step adds to the value. Returns None for a value of another kind."""
+    """Returns a figure that changes if a step adds to the value; None if the value is not of a kind to add
+    to."""
     if isinstance(value, (bool, int, float, complex)):
         return value
     if isinstance(value, Tensor):

@@ -1,1 +1,1 @@
-"""This package reports on a run: progress while it lasts, its result, tables and pictures."""
+"""This package reports on a run: its progress, its result, and tables and pictures of the result."""

@@ -1,10 +1,10 @@
-"""Stores figures of minibatch 0 in the folder of the run. Local workers write them. The caller compares them
-with the figures that it computes itself (launch/first_loss.py).
+"""Stores figures of minibatch 0 in the run's folder. Local workers write the figures. The caller, which is
+the process that called run(), compares them with its own figures (launch/first_loss.py).
 
     first-data.json          the fingerprint of the minibatch, written by the last stage
     first-gradients-S.json   the norm of stage S's gradients, if PIPEDREAM_CHECK=1 asks for it
 
-The loss of minibatch 0 is on the status board. Torch-free; each file has one writer.
+The loss of minibatch 0 is on the status board (status.py). Torch-free; each file has one writer.
 """
 
 from __future__ import annotations

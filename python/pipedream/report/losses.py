@@ -8,9 +8,9 @@ forward, backward or update has been launched:
     host    launch F | launch B |  read F's loss  | send B's gradients, update
     device      | F     copy | B                   | ...
 
-on_nonfinite="stop" still works. A loss is read before the gradients of its backward are sent or used in an
-update. So when the run stops, neither that loss's minibatch nor a later one has changed any weight. Owned
-by the worker's compute thread.
+A loss is read before the gradients of its backward are sent or used in an update. So if on_nonfinite="stop"
+stops the run, neither that loss's minibatch nor a later one has changed any weight. The worker's compute
+thread owns the record.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["LateLossRecord", "LossCopier", "LossRecord", "make_loss_record"]
 
 
 class LossRecord:
-    """The loss of each minibatch, as far as this replica computes it: the sum of its microbatches' losses,
-    each multiplied by the microbatch's share of the minibatch. The sum over all replicas is the mean loss."""
+    """The part of each minibatch's loss that this replica computes. A microbatch adds its loss times its
+    share of the minibatch. The parts of all replicas add up to the minibatch's mean loss."""
 
     reads_late = False
-    """Whether the caller must call read_pending() after each add(), before the next add() and before it uses
-    the gradients of the microbatch's backward."""
+    """Whether losses are read late. If so, read_pending() must be called after each add(): before the next
+    add(), and before the gradients of the microbatch's backward are used."""
 
     def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None]) -> None:
         self.values: list[float] = []
         self.parts: deque[float] | None = None
-        """Shares of the minibatch's loss, one for each microbatch whose backward has not run. None if the
-        shares are not needed."""
+        """The weighted losses of the microbatches whose backwards have not run, oldest first. None if nobody
+        needs them."""
         self._on_nonfinite = on_nonfinite
         self._on_minibatch = on_minibatch
         self._sum = 0.0
@@ -56,7 +56,7 @@ class LossRecord:
         self._on_minibatch(minibatch, value, share)
 
     def read_pending(self) -> None:
-        """Reads the losses that were added before, if losses are read late. Call it when the next forward,
+        """Reads the loss that was added last, if losses are read late. Call it when the next forward,
         backward or update has been launched."""
 
     def _add(self, minibatch: int, value: float, weight: float) -> None:
@@ -74,17 +74,17 @@ class LossRecord:
 
 
 class LossCopier:
-    """Copies losses from the device to pinned memory, one at a time, with an event of the current stream."""
+    """Copies one loss at a time from the device to pinned memory. An event on the current stream shows when
+    the copy is done."""
 
     def __init__(self) -> None:
         self._landed: dict[torch.dtype, Tensor] = {}
-        # With blocking=True a thread that waits for the event sleeps, and leaves the core to the thread that
-        # drives the transport.
+        # With blocking=True the waiting thread sleeps, so the transport's thread gets the CPU core.
         self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._newest = torch.empty(0)
 
     def begin(self, loss: Tensor) -> None:
-        """Begins a copy of the loss, which waits for all work queued on the device so far."""
+        """Begins a copy of the loss. The copy runs after all work that the current stream has so far."""
         if loss.dtype not in self._landed:
             self._landed[loss.dtype] = torch.empty((), dtype=loss.dtype, pin_memory=True)
         self._newest = self._landed[loss.dtype]
@@ -98,7 +98,7 @@ class LossCopier:
 
 
 class LateLossRecord(LossRecord):
-    """The record for losses that are on a GPU, and are read after the next work has been launched."""
+    """The record for losses on a GPU, which are read after the next work has been launched."""
 
     reads_late = True
 
@@ -108,7 +108,7 @@ class LateLossRecord(LossRecord):
         super().__init__(on_nonfinite, on_minibatch)
         self._copier = copier
         self._under_way: tuple[int, float] | None = None  # minibatch and weight of the loss that is copied
-        self._closing: int | None = None  # the minibatch that ends with it
+        self._closing: int | None = None  # the minibatch that ends when this loss has been read
 
     def add(self, minibatch: int, loss: Tensor, weight: float) -> None:
         assert self._under_way is None

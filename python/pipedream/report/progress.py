@@ -1,8 +1,8 @@
 """Shows a run's progress on stderr: epoch, minibatches, loss and samples/s.
 
 The last stage's worker shows it, because that worker has the losses. A terminal gets one line that changes. A
-log file or CI gets a line every few seconds and one at the end. Owned by that worker's compute thread. The
-display starts no thread, because a process that a DataLoader forks would find that thread's locks taken.
+log file gets a line every few seconds and one at the end. That worker's compute thread owns the display. The
+display starts no thread, because processes that a DataLoader forks would inherit the thread's locks as taken.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["RunProgress", "skipping_shown"]
 _BAR_PERIOD_S = 0.25
 _LINE_PERIOD_S = 5.0
 _RATE_WINDOW_S = 10.0
-_DELAY_WIDTH_MIN = 110  # columns of a terminal from which there is room for the delay
+_DELAY_WIDTH_MIN = 110  # columns; a narrower terminal has no room for the delay
 
 
 class _Display(Protocol):
     period_s: float
 
     def show(self, minibatch: int, epoch: int, loss: float, samples_per_s: float) -> None:
-        """Shows figures of the newest minibatch that is done."""
+        """Shows the figures of the newest finished minibatch."""
 
     def note(self, text: str) -> None:
         """Prints a line that stays."""
@@ -45,7 +45,7 @@ class _Display(Protocol):
 
 
 class RunProgress:
-    """The display as a context manager. num_minibatches: None if the data have no length."""
+    """Shows the progress while its `with` block runs."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class RunProgress:
         schedule: _core.ScheduleOptions,
         file: TextIO | None = None,
     ) -> None:
-        """file: the stream on which the progress is shown; None is stderr."""
+        """num_minibatches: of the whole run; None if the data have no length. file: the stream on which the
+        progress is shown; None is stderr."""
         self._enabled = enabled
         self._make_display = functools.partial(
             _display_for, file or sys.stderr, num_minibatches, num_epochs, schedule
@@ -83,7 +84,7 @@ class RunProgress:
     ) -> None:
         if self._display is None:
             return
-        if self._newest is not None:  # minibatches that are not shown yet
+        if self._newest is not None:
             self._show(self._display, time.monotonic())
         self._display.close()
 
@@ -114,7 +115,7 @@ class RunProgress:
         display.show(*newest, self._rate(now_s))
 
     def _rate(self, now_s: float) -> float:
-        """Samples per second over the latest _RATE_WINDOW_S seconds."""
+        """Returns the samples per second of about the last _RATE_WINDOW_S seconds."""
         self._marks.append((now_s, self._samples))
         while self._marks[1][0] <= now_s - _RATE_WINDOW_S:
             self._marks.popleft()
@@ -124,8 +125,8 @@ class RunProgress:
 
 @contextlib.contextmanager
 def skipping_shown(num_minibatches: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Shows how far a resumed run has skipped the data that were trained on before. Yields a function to call
-    after each skipped minibatch, with the number skipped so far."""
+    """Shows the progress of a resumed run that skips the minibatches before its checkpoint. Yields a
+    function. Call it after each skipped minibatch, with the number of skipped minibatches."""
     doing = "reading past the minibatches that were trained on"
     started_s = shown_s = time.monotonic()
     with progress_bar(doing, num_minibatches, "minibatches", is_shown=is_shown) as advance:
@@ -149,7 +150,7 @@ def skipping_shown(num_minibatches: int, *, is_shown: bool) -> Iterator[Callable
 def _display_for(
     file: TextIO, num_minibatches: int | None, num_epochs: int, schedule: _core.ScheduleOptions
 ) -> _Display:
-    # Rich is not asked, because it takes a CI that wants colours for a terminal.
+    # Rich's own test is not used, because it takes a CI log that wants colours for a terminal.
     if file.isatty():
         console = Console(file=file)
         if not console.is_dumb_terminal:
@@ -183,8 +184,8 @@ class _Lines:
 
 
 class _Bar:
-    """A display in one line that changes. It has the remaining time and, on a wide terminal, how late
-    gradients are.
+    """A bar in one line that changes. It also shows the remaining time and, on a wide terminal, the mean
+    delay of gradients.
     """
 
     period_s = _BAR_PERIOD_S
@@ -207,7 +208,7 @@ class _Bar:
             console=console,
             expand=True,
             auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # a file gets what the user prints
+            redirect_stdout=sys.stdout.isatty(),  # if stdout is a file, the user's prints must stay in it
         )
         self._task = self._progress.add_task("", total=num_minibatches, epoch=f"1/{num_epochs}", status="")
         self._progress.start()
@@ -230,6 +231,6 @@ class _Bar:
 
 
 def _describe_delay(schedule: _core.ScheduleOptions) -> str:
-    """Returns the mean delay of gradients as text; "" if there is none."""
+    """Returns the mean delay of gradients as text; "" if the schedule has no delay."""
     delay = mean_delay(schedule)
     return f"  gradients {delay:.2g} update{'s' * (delay != 1)} late" if delay else ""

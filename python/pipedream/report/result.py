@@ -1,5 +1,5 @@
-"""RunResult has the losses of a run, and the figures that were measured. Plain values that are sent as JSON;
-any thread."""
+"""RunResult has the losses and the measured figures of a run. Plain values that are sent as JSON; any
+thread."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ __all__ = ["ChannelFigures", "Evaluation", "RunResult", "UpdateOrder", "WorkSpan
 
 
 class WorkSpan(NamedTuple):
-    """One work item of a worker: a forward, recompute, backward, update or evaluation. Times are on the
-    machine's monotonic clock. On a GPU they say when the device worked, not when the host launched the
-    work."""
+    """One work item of a worker: a forward, recompute, backward, update or evaluation. All workers' times are
+    on the monotonic clock of rank 0's machine. On a GPU they say when the device worked, not when the host
+    launched the work."""
 
     kind: str
     """The name of its opcode: FORWARD, RECOMPUTE, BACKWARD, UPDATE or EVALUATE."""
     stage: int
     minibatch: int
-    """The minibatch of the item. An EVALUATE has the minibatch before which the weights are evaluated, and
-    the number of the validation minibatch as its microbatch."""
+    """The minibatch of the item. An EVALUATE has the minibatch before which it takes place; its `microbatch`
+    is the number of the validation minibatch."""
     microbatch: int
     asked_ns: int
-    """When the worker asked for the item. On a GPU this is never before the device had finished the previous
-    item.
+    """When the worker asked for the item. On a GPU it is never earlier than the end of the previous item.
     """
     ready_ns: int
-    """When the item had its input. On a GPU: when the device began the user's work."""
+    """When the item had its input. On a GPU it is when the device began the user's work."""
     completed_ns: int
     wait_ns: int
     """Nanoseconds between asked_ns and ready_ns in which the worker waited for a neighbour's tensors and had
@@ -57,17 +56,17 @@ class WorkSpan(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The figures of one evaluation by run(validation=...), with the weights before a minibatch."""
+    """The figures of one evaluation by run(validation=...)."""
 
     minibatch: int
-    """The number of minibatches that these weights were trained on."""
+    """The number of minibatches that the evaluated weights were trained on."""
     epoch: int
     """The epoch of the last of these minibatches."""
     loss: float
     """Mean loss over the validation samples, or the mean weighted by weight_fn."""
     metrics: dict[str, float]
-    """Metrics by name. Each is the sum over all validation minibatches, divided by the sum of their
-    counts.
+    """Metrics by name. A metric returns a sum and a count for each validation minibatch; its value is the sum
+    of the sums, divided by the sum of the counts.
     """
     samples: int
 
@@ -80,12 +79,12 @@ class ChannelFigures(NamedTuple):
     """The stage that sends the tensors."""
     receiver: int
     transport: str
-    """The transport as in RunResult.transports."""
+    """One of the names in RunResult.transports."""
     codec: str
-    """The codec of the channel's floating-point tensors. "none" if the codec applies to none of them: bf16
-    and fp16 do not apply to tensors that autocast has made 16 bits long."""
+    """The codec of the channel's floating-point tensors. It is "none" if the codec applies to none of them:
+    bf16 and fp16 do not apply to tensors that autocast has made 16 bits long."""
     items: int
-    """Microbatches."""
+    """The number of microbatches whose tensors were sent."""
     chunks: int
     tensor_bytes: int
     """Bytes of the channel's tensors before the codec."""
@@ -94,24 +93,21 @@ class ChannelFigures(NamedTuple):
     placed_bytes: int
     """Bytes that the sender wrote directly into the receiver's memory, if both are on one host."""
     transfer_ms: float
-    """Milliseconds in which tensors were on their way, as far as the two ends can tell."""
+    """Milliseconds in which tensors were on their way: the longer of the times that the two ends measured."""
     credit_wait_ms: float
-    """Milliseconds, in addition to transfer_ms, in which the next tensors waited until the receiver had
-    room.
+    """Milliseconds in which the next tensors waited until the receiver had room. transfer_ms does not include
+    them.
     """
     wait_ms: float
-    """Milliseconds in which the receiver only waited for this channel."""
+    """Milliseconds in which the receiver waited for this channel and did nothing else."""
     overlap_share: float | None
     """Share of transfer_ms in which the receiver did not wait, 0 to 1; None if nothing was sent. The true
-    share of hidden transfers may be larger, because wait_ms includes time in which the neighbour was still
+    share of hidden transfers may be larger, because wait_ms includes time in which the sender was still
     computing."""
     chunk_bytes: int
-    """Size of the chunks into which tensors were cut at the end of the run. The channel chooses it by
-    measuring its first transfers."""
+    """Bytes of the chunks in which tensors go over the wire."""
     refused: int
-    """Number of connections and frames, at both ends, that were refused because they did not belong to the
-    run.
-    """
+    """Number of connections and frames that the two ends refused because they did not belong to the run."""
 
 
 class UpdateOrder(NamedTuple):
@@ -119,135 +115,133 @@ class UpdateOrder(NamedTuple):
     separate update."""
 
     parts: list[list[tuple[str, int, int]]]
-    """Parts of the shard. A part is updated as a whole. It lists (parameter, first element, number of
-    elements) in the order of memory."""
+    """Parts of the shard, each of which is updated as a whole. A part is a list of (parameter, first element,
+    number of elements), in the order of memory."""
     replicas: list[int]
     """For each update, the replica whose gradient it used. The gradients of one replica are used in the order
-    in which it made them, part by part. Empty if there were more than 2^20 updates."""
+    in which the replica made them, part by part. Empty if there were more than 2^20 updates."""
 
     @classmethod
     def of(cls, parts: list[Any], replicas: list[int]) -> UpdateOrder:
-        """Reads a worker's record, with tuples where JSON has lists."""
+        """Makes the order from its JSON form, in which tuples have become lists."""
         return cls([[(name, first, count) for name, first, count in part] for part in parts], replicas)
 
 
 @dataclass(repr=False)
 class RunResult:
-    """The result that `run` returns. Lists over workers are in the order of their ranks. repr() shows a few
-    lines, summary() shows all figures."""
+    """The result that `run` returns. Lists with an entry per worker are in the order of ranks. repr() shows a
+    few lines, summary() shows all figures."""
 
     losses: list[float]
-    """The loss of each minibatch, in order, not rounded."""
+    """The loss of each minibatch, in order."""
     epoch_losses: list[float]
     """Mean loss per sample of each epoch."""
     versions: list[list[tuple[int, int]]]
-    """versions[stage][minibatch] = two weight versions: the one that the forward of the minibatch's first
-    microbatch read, and the one that the backward of its last microbatch read."""
+    """versions[stage][minibatch] is a pair of weight versions. The forward of the minibatch's first
+    microbatch read the first one, and the backward of its last microbatch read the second one."""
     samples_per_s: float
-    """All samples, divided by the time from the first work item to the last. Pauses in which memory is
+    """All samples, divided by the seconds from the first work item to the last. Pauses in which memory is
     planned again do not count."""
     predicted_ms: float | None
     """Milliseconds per minibatch that the plan's cost model predicts; None if the plan has no figure. The
     calibrated model predicts this run's schedule and microbatches. The paper's model gives the time of the
-    bottleneck, whatever the schedule."""
+    slowest stage or link under any schedule."""
     measured_ms: float
     """Milliseconds per minibatch in the steady phase, measured at the last stage, without evaluations."""
     bubble_share: float
     """Share of the workers' time in which they ran no user code, 0 to 1."""
     bytes_sent: int
-    """Bytes that all workers sent between stages, headers included, and bytes that they wrote into each
-    other's memory."""
+    """Bytes that all workers sent between stages, headers included. They include the bytes that workers wrote
+    into each other's memory."""
     transports: dict[str, str]
-    """How tensors are sent between two stages. "0->1" has activations from stage 0 to 1, "1->0" gradients
-    back. Values are "zmq/tcp", "zmq/tcp curve" if encrypted, "shared memory" (for tensors of 16 KiB or more),
-    and "cuda ipc"."""
+    """The transport between two stages. "0->1" is for activations from stage 0 to 1, "1->0" for gradients
+    from stage 1 to 0. Values are "zmq/tcp", "zmq/tcp curve" if encrypted, "shared memory" (for tensors of 16
+    KiB or more), and "cuda ipc"."""
     worker_pids: list[int]
     memory: list[dict[str, dict[str, int | None]]]
-    """Per worker and named term: "predicted" and "peak" bytes; None if a term cannot be measured. On the
-    host, the terms of torch's own memory are measured during the first minibatches only."""
+    """For each worker, the "predicted" and "peak" bytes of its memory terms, by the term's name. A figure
+    that cannot be measured is None. On the host, torch's own memory is measured only during the first
+    minibatches."""
     microbatch_versions: list[list[list[tuple[int, int]]]] = field(default_factory=list)
-    """microbatch_versions[stage][minibatch][microbatch] = (weight version that the forward read, weight
-    version that the backward read)."""
+    """microbatch_versions[stage][minibatch][microbatch] is a pair of weight versions. The forward read the
+    first one, and the backward read the second one."""
     overhead_us: list[float] = field(default_factory=list)
-    """Per worker: mean microseconds per work item in which it ran no user code and did not wait for
+    """For each worker, the mean microseconds per work item in which it ran no user code and did not wait for
     tensors.
     """
     wait_share: list[float] = field(default_factory=list)
-    """Per worker: share of its time spent waiting for a neighbour's tensors."""
+    """For each worker, the share of its time in which it waited for a neighbour's tensors."""
     data_wait_share: list[float] = field(default_factory=list)
-    """Per worker: share of its time spent reading data, which counts as user code; 0 where it reads none."""
+    """For each worker, the share of its time in which it read data; 0 if it reads none. This time counts as
+    user code."""
     data_sources: list[str] = field(default_factory=list)
-    """Per worker: the data that it reads, such as "DataLoader with num_workers=2"; "" if it reads none."""
+    """For each worker, the data that it reads, such as "DataLoader with num_workers=2"; "" if it reads
+    none."""
     epoch_sizes: list[int] = field(default_factory=list)
-    """Minibatches of each epoch."""
+    """The number of minibatches in each epoch."""
     recompute: list[bool] = field(default_factory=list)
-    """Per stage: whether its forwards were repeated before their backwards."""
+    """For each stage, whether its forwards were repeated before their backwards."""
     offload: list[list[str]] = field(default_factory=list)
-    """Per stage: the parts that were offloaded to host memory, of "versions" and "activations"."""
+    """For each stage, what was offloaded to host memory: a list with none, one or both of "versions" and
+    "activations"."""
     channels: list[ChannelFigures] = field(default_factory=list)
-    """Figures of every channel between two stages, activations and gradients."""
+    """Figures of every channel that carries activations or gradients between two stages."""
     bytes_synced: int = 0
-    """Bytes that the replicas of each stage, and its spares, sent each other, headers included. These are
-    gradients or their factors, and versions of the weights. Bytes of an all-reduce are not included."""
+    """Bytes that the replicas and spares of each stage sent each other, headers included: gradients or their
+    factors, and weight versions. Bytes of an all-reduce are not included."""
     spans: list[list[WorkSpan]] = field(default_factory=list)
-    """Per worker: the latest work items, oldest first."""
+    """For each worker, its latest work items, oldest first. Only rank 0's result has them."""
     transfers: list[ChannelTransfers] = field(default_factory=list)
-    """Times at which the latest tensors of each of `channels` were on their way. Present at rank 0 only, as
-    `spans` is."""
+    """For each channel in `channels`, the times of its latest transfers. Only rank 0's result has them."""
     worker_names: list[str] = field(default_factory=list)
-    """Per worker: its stages and rank."""
+    """For each worker, a text with its stages and rank."""
     drained_at: list[int] = field(default_factory=list)
-    """Minibatches before which the run paused, because a minibatch was larger than planned. In a pause all
-    workers finish their work and plan their memory again. The next minibatch reads the newest version, as the
-    first minibatch of a run does. `memory` has the largest figure that any of the memory plans has for a
-    term. No figure includes the time of the pauses. Given this list, pipedream.reference computes the same
-    numbers.
+    """The minibatches before which the run paused, because a minibatch was larger than planned. In a pause
+    all workers finish their work and plan their memory again. The next minibatch reads the newest version.
+    `memory` has the largest figure of all memory plans for each term. No figure includes the time of pauses.
+    pipedream.reference takes this list to compute the same numbers.
     """
     stopped_at: int | None = None
-    """How many minibatches were trained on, if Ctrl-C or a callback stopped the run. All stages ended with
-    the version after so many minibatches. None if the run ended with its data."""
+    """The number of minibatches that were trained on, if Ctrl-C or a callback stopped the run. All stages
+    then have the version after these minibatches. None if the run ended with its data."""
     is_interrupted: bool = False
     """Whether Ctrl-C in this process asked the run to end. The request may have come too late to end the run
     early.
     """
     continued_at: int = 0
-    """The minibatch of the checkpoint from which the run continued; 0 if it did not continue one. `versions`
-    and `microbatch_versions` begin with this minibatch. `losses` and the figures by epoch include the
-    minibatches before it."""
+    """The minibatch of the checkpoint from which the run continued; 0 if it began anew. `versions` and
+    `microbatch_versions` begin with this minibatch. `losses` and the figures by epoch include the minibatches
+    before it."""
     checkpoints: list[dict[str, int]] = field(default_factory=list)
-    """Per worker: num_copied and num_written, the parts of checkpoints that were copied and written;
-    stall_ns, the time for which training waited for checkpoints; and write_ns, the time that the writing
-    thread spent."""
+    """For each worker, four figures of its checkpoints: "num_copied" and "num_written" count parts;
+    "stall_ns" is the time in which training waited, and "write_ns" the time in which a thread wrote."""
     updates_read: list[list[tuple[int, int]]] = field(default_factory=list)
-    """With sync="asp": updates_read[stage][minibatch] = (fewest, most). The minibatch's forward read weights
-    in parts, and each part contained the gradients of some number of minibatches. The pair has the smallest
-    and the largest of these numbers. Empty for a stage without replicas, for which `versions` has the
-    number."""
+    """With sync="asp", updates_read[stage][minibatch] is a pair (fewest, most). The minibatch's forward read
+    the weights in parts, and each part contained some number of updates. The pair has the smallest and the
+    largest of these numbers. Empty for a stage without replicas, for which `versions` has the number."""
     validation: list[Evaluation] = field(default_factory=list)
-    """Evaluations of run(validation=...), one entry each, in order."""
+    """The evaluations of run(validation=...), in order."""
     update_orders: list[list[UpdateOrder]] = field(default_factory=list)
-    """With sync="asp": by stage and replica, the order of the updates of the replica's shard. Empty for a
-    stage without replicas. Given these orders, pipedream.reference computes the same numbers."""
+    """With sync="asp", update_orders[stage][replica] is the order of the updates of the replica's shard.
+    Empty for a stage without replicas. pipedream.reference takes these orders to compute the same numbers."""
 
     def __post_init__(self) -> None:
         self._kept: KeptState | None = None
         self.ema: dict[str, Tensor] | None = None
         """Averages of callbacks.EMA by the names of parameters, for model.load_state_dict(ema, strict=False).
-        Only the process that has the trained model has the averages; with gather="none" no process has them.
-        None: there was no EMA, or the averages are not in this process."""
+        Only the process that has the trained model has them; with gather="none" no process has. Otherwise, or
+        without an EMA, this is None."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the fields without the run's state, so that copies lack it: a process keeps the state of
-        one run only.
-        """
+        """Returns the fields without the run's state, because a process keeps the state of one run only."""
         return {**vars(self), "_kept": None}
 
     @property
     def state(self) -> RunState:
         """The state in which the run ended. Another run can continue from it: run(..., state=result.state).
 
-        A process keeps the state of its latest run. Raises ValueError if another run has begun since and
-        nobody held the state until then."""
+        A process keeps only the state of its latest run. Raises ValueError if another run has begun since,
+        unless the user has held the state."""
         if self._kept is None:
             raise ValueError("this result has come from elsewhere, without the state of its run")
         return self._kept.get()
@@ -257,7 +251,7 @@ class RunResult:
         self._kept = KeptState(state)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens. It shows the workers' work
+        """Writes a Chrome trace (.json or .json.gz), which ui.perfetto.dev opens. It shows the workers' work
         items and the tensors that were sent between workers. docs/transport.md describes its tracks."""
         channels = {channel.name: channel._asdict() for channel in self.channels}
         spans, arrows = list(self._work_spans()), []
@@ -272,8 +266,8 @@ class RunResult:
         return describe_memory(self.worker_names, self.memory)
 
     def describe_channels(self) -> str:
-        """Returns `channels` as a table, with a line for each worker that waited long for its data. Empty if
-        no tensors were sent and no worker waited long."""
+        """Returns `channels` as a table, and a line for each worker that waited long for its data. The text
+        is empty if there are no channels and no such workers."""
         parts = [_describe_channels(self.channels), "\n".join(describe_data_waits(self))]
         return "\n\n".join(part for part in parts if part)
 
@@ -293,13 +287,12 @@ class RunResult:
         plot_losses(self, path)
 
     def to_dict(self) -> dict[str, Any]:
-        # Does not use asdict, which copies the spans one by one and takes seconds. The run's state is left
-        # out.
+        # dataclasses.asdict() would take seconds, because it copies the spans one by one.
         return {name: value for name, value in vars(self).items() if name not in ("_kept", "ema")}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> RunResult:
-        """Makes the result from its JSON form, with tuples where JSON has lists."""
+        """Makes the result from its JSON form, in which tuples have become lists."""
         fields = dict(fields)
         fields["versions"] = [[(pair[0], pair[1]) for pair in stage] for stage in fields["versions"]]
         fields["microbatch_versions"] = [

@@ -1,8 +1,9 @@
-"""The status board shows local workers and their caller each other's state during a run, and also after a
-worker was killed.
+"""The status board shows local workers and their caller each other's state. The caller is the process that
+called run().
 
-The board is a small file that all these processes map into memory, so it survives a worker. Each rank writes
-its own entry. The caller asks for an early end, and rank 0 writes at which minibatch the run ends.
+The board is a small file that all these processes map into memory, so it survives a worker that is killed.
+Each rank writes its own entry. The caller may ask for an early end; rank 0 then writes at which minibatch the
+run ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["LOOK_S", "StatusBoard", "in_turn", "losses_of"]
 _Item = TypeVar("_Item")
 
 LOOK_S = 0.05
-"""Seconds between two checks of the workers by the caller."""
+"""Seconds after which the caller looks at its workers again."""
 
 _COUNT = struct.Struct("<q")
 _NUMBER = struct.Struct("<d")
@@ -26,8 +27,8 @@ _ROOM_AT_FIRST = 4096
 
 
 class _Series:
-    """A file of numbers. One worker adds numbers, and other processes read them. The file has the count, the
-    numbers with 8 bytes each, and room for more."""
+    """A file with a list of numbers. One worker adds numbers, and other processes read them. The file has the
+    count in 8 bytes, then the numbers in 8 bytes each, then room for more."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,13 +41,13 @@ class _Series:
         if count >= len(self._numbers):
             self._map(max(_ROOM_AT_FIRST, 2 * count))
         self._numbers[count] = number
-        self._counts[0] = count  # last, so a reader that sees the count finds the number
+        self._counts[0] = count  # written last, so that a reader finds a number for every count
 
     def read(self) -> list[float]:
         if not self._path.exists():
             return []
         content = self._path.read_bytes()
-        if not content:  # the file is made, and not filled yet
+        if not content:  # the writer has made the file but not mapped it yet
             return []
         (count,) = _COUNT.unpack_from(content)
         end = _COUNT.size + _NUMBER.size * count
@@ -64,15 +65,15 @@ class _Series:
 
 
 class StatusBoard:
-    """A file that says at which minibatch each local worker is, and where the run ends if it ends early. It
-    has 8 bytes per rank, 8 bytes for the request to end early, and 8 bytes for the boundary of that end.
+    """A file with the minibatch at which each local worker is, 8 bytes per rank. Two more entries have the
+    request to end early, and the minibatch before which the run then ends.
 
-    Files beside it have series of numbers: the losses so far of each replica of the last stage, and the norms
-    of the first stage's gradients."""
+    Other files beside it have the losses of each replica of the last stage, and the norms of the first
+    stage's gradients."""
 
     def __init__(self, path: Path, num_workers: int, *, create: bool) -> None:
         if create:
-            path.write_bytes(b"\xff" * (8 * (num_workers + 2)))  # -1: at no minibatch yet
+            path.write_bytes(b"\xff" * (8 * (num_workers + 2)))  # every entry is -1
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 8 * (num_workers + 2))
         self._minibatches = memoryview(self._map).cast("q")
@@ -80,7 +81,7 @@ class StatusBoard:
         # These two entries follow the entries of the ranks.
         self._asked, self._stop_at = num_workers, num_workers + 1
         self._path = path
-        self._own_losses: _Series | None = None  # at a worker that adds losses
+        self._own_losses: _Series | None = None  # this worker's own file, if it adds losses
         self._norms = _Series(path.with_name(f"{path.name}-norms"))
 
     def write(self, rank: int, minibatch: int) -> None:
@@ -94,7 +95,7 @@ class StatusBoard:
         return max(self._minibatches[: self._num_workers])
 
     def ask_for_stop(self) -> None:
-        """Asks rank 0 to end the run at the next boundary that it can choose. The caller calls it."""
+        """Asks rank 0 to end the run as soon as it can. The caller calls it."""
         self._minibatches[self._asked] = 1
 
     @property
@@ -103,7 +104,7 @@ class StatusBoard:
 
     @property
     def stop_at(self) -> int:
-        """The boundary at which the run ends early; -1 if it is not known."""
+        """The minibatch before which the run ends early; -1 while rank 0 has chosen none."""
         return self._minibatches[self._stop_at]
 
     @stop_at.setter
@@ -111,15 +112,14 @@ class StatusBoard:
         self._minibatches[self._stop_at] = minibatch
 
     def add_loss(self, loss: float, replica: int = 0) -> None:
-        """Adds the loss of the next minibatch of this replica of the last stage. Its worker calls it."""
+        """Adds a replica's part of the loss of its next minibatch. The worker of that replica of the last
+        stage calls it."""
         if self._own_losses is None:
             self._own_losses = self._losses_of(replica)
         self._own_losses.add(loss)
 
     def losses(self, num_replicas: int = 1, num_microbatches: int = 1) -> list[float]:
-        """Returns the losses that the replicas have added, up to the first minibatch whose loss some replica
-        has not added.
-        """
+        """Returns the losses of the minibatches whose parts all replicas have added."""
         parts = [self._losses_of(replica).read() for replica in range(num_replicas)]
         return losses_of(parts, num_microbatches)
 
@@ -135,16 +135,17 @@ class StatusBoard:
 
 
 def losses_of(parts: Sequence[Sequence[float]], num_microbatches: int) -> list[float]:
-    """Returns the loss of each minibatch, up to the first minibatch that a replica lacks. parts: for each
-    replica, its part of the loss of every minibatch of which it has a microbatch. The parts of a minibatch
-    add up to its loss."""
+    """Returns the loss of each minibatch, up to the first minibatch of which a part is missing.
+
+    parts: for each replica, its parts of the losses. A replica has a part of every minibatch of which it has
+    a microbatch. The parts of a minibatch add up to its loss."""
     num_replicas, m = len(parts), num_microbatches
     if num_replicas == 1:
         return list(parts[0])
     nexts = [0] * num_replicas
     losses: list[float] = []
     while True:
-        number = len(losses) * m  # of the minibatch's first microbatch, counted through the run
+        number = len(losses) * m  # the number of the minibatch's first microbatch, counted through the run
         having = sorted({(number + index) % num_replicas for index in range(min(m, num_replicas))})
         if any(nexts[replica] >= len(parts[replica]) for replica in having):
             return losses
@@ -155,8 +156,8 @@ def losses_of(parts: Sequence[Sequence[float]], num_microbatches: int) -> list[f
 
 
 def in_turn(lists: Sequence[Sequence[_Item]]) -> list[_Item]:
-    """Takes one entry of each replica's list in turn, as microbatches are assigned to replicas, until an
-    entry is missing.
+    """Joins the replicas' lists in the order of microbatches, which go to the replicas in turn. [a, c] and
+    [b, d] give [a, b, c, d]. It ends where an entry is missing.
     """
     found: list[_Item] = []
     while len(found) // len(lists) < len(lists[len(found) % len(lists)]):

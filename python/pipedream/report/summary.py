@@ -1,6 +1,5 @@
 """Makes texts and pictures of a RunResult: a few lines, tables of all figures, and a picture of the losses.
-
-Pure but for the picture's file; any thread.
+Only plot_losses() writes a file. Any thread.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_data_waits", "describe_result", "plot_losses", "summarize"]
 
-_DATA_SHARE_MIN = 0.1  # share of a worker's time spent reading data from which a line tells of it
+_DATA_SHARE_MIN = 0.1  # a worker that spends a smaller share of its time on reading data gets no line
 _EPOCHS_SHOWN = 6
 _LOSSES_COLOUR, _SMOOTHED_COLOUR, _MEANS_COLOUR = "#56b4e9", "#0072b2", "#d55e00"  # of the Okabe-Ito palette
-_SMOOTHED_MIN = 20  # minibatches from which a running mean is drawn
+_SMOOTHED_MIN = 20  # minibatches; a shorter run gets no running mean
 _SMOOTHED_SHARE = 0.05  # share of the run that the running mean remembers
 
 
 def describe_result(result: RunResult) -> str:
-    """Returns five lines, and one more about validation if there was any."""
+    """Returns five lines, and a sixth one about validation if there was any."""
     name, peak, predicted = max(_memory_of_workers(result), key=lambda w: w[1], default=("no worker", 0, 0))
     transports = ", ".join(sorted(set(result.transports.values()))) or "nothing"
     synced = f"; {format_bytes(result.bytes_synced)} between replicas" if result.bytes_synced else ""
@@ -70,13 +69,13 @@ def describe_data_waits(result: RunResult) -> Iterator[str]:
 
 
 def plot_losses(result: RunResult, path: str | os.PathLike[str]) -> None:
-    """Draws each minibatch's loss, a running mean, and if there are several epochs the mean of each epoch."""
+    """Draws each minibatch's loss, a running mean, and the means of epochs if there are several epochs."""
     name = os.fspath(path)
     if not name.endswith(FIGURE_SUFFIXES):
         raise ValueError(f"plot is {name!r}: its name must end in one of {', '.join(FIGURE_SUFFIXES)}")
     figure = import_figure(path, " (the extra plot)")(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    marker = "o" if len(result.losses) == 1 else None  # a line of one point would not be seen
+    marker = "o" if len(result.losses) == 1 else None  # a line with a single point is invisible
     axes.plot(result.losses, color=_LOSSES_COLOUR, linewidth=0.8, marker=marker, label="minibatch")
     if len(result.losses) >= _SMOOTHED_MIN:
         label = "running mean"
@@ -100,8 +99,8 @@ def plot_losses(result: RunResult, path: str | os.PathLike[str]) -> None:
 
 
 def _running_mean(losses: Sequence[float]) -> list[float]:
-    """Returns, for each loss, the exponential mean of the finite losses up to it. The mean is corrected for
-    its start from zero, as Adam's moments are.
+    """Returns the exponential mean of the finite losses up to each loss. The mean starts from zero and is
+    corrected for that, as Adam's moments are.
     """
     kept = 1 - 1 / max(_SMOOTHED_SHARE * len(losses), 1.0)
     mean, weight, means = 0.0, 0.0, []
@@ -211,7 +210,7 @@ def _worker_table(result: RunResult) -> str:
 
 
 def _memory_of_workers(result: RunResult) -> Iterator[tuple[str, int, int]]:
-    """Yields (name, peak bytes, predicted bytes) of each worker. Both are sums over the terms that have the
+    """Yields (name, peak bytes, predicted bytes) of each worker. Each sum leaves out the terms that lack the
     figure.
     """
     for name, terms in zip(result.worker_names, result.memory, strict=True):

@@ -1,8 +1,7 @@
-"""Records the times at which tensors were on their way between stages, and draws them in a trace. An item is
+"""Collects the times at which tensors were on their way between stages, and draws them in a trace. An item is
 the tensors of one microbatch in one channel.
 
-The core measures the times (csrc/channel/transfer.h). The classes hold plain values that are sent as JSON,
-and may be used on any thread.
+The core measures the times (csrc/channel/transfer.h). Plain values that are sent as JSON; any thread.
 """
 
 from __future__ import annotations
@@ -29,20 +28,18 @@ class SentTransfer(NamedTuple):
     minibatch: int
     microbatch: int
     wire_bytes: int
-    """Bytes of the item's tensors as they are sent, after the codec."""
+    """Bytes of the item's tensors after the codec."""
     queued_ns: int
-    """When the stage handed the item to the channel."""
+    """When the stage gave the item to the channel."""
     started_ns: int
     """When the receiver had room for the item."""
     copied_ns: int | None
-    """When the whole item (encoded, if a codec applies) was in a staging buffer or in the receiver's memory.
-    None if the transport read the tensors directly."""
+    """When the whole item was copied into staging buffers or into the receiver's memory. None if the
+    transport read the tensors directly."""
     framed_ns: int
-    """When the item's first chunk was given to the connection."""
+    """When the first chunk was given to the connection."""
     released_ns: int
-    """When the connection had accepted the item's last chunk. The operating system may keep the chunk for
-    longer.
-    """
+    """When the connection had accepted the last chunk. The operating system may send the chunk later."""
 
 
 class ReceivedTransfer(NamedTuple):
@@ -52,13 +49,14 @@ class ReceivedTransfer(NamedTuple):
     microbatch: int
     wire_bytes: int
     arrived_ns: int
-    """When the item's first chunk had arrived."""
+    """When the receiver noticed the item's first chunk."""
     complete_ns: int
-    """When the item's last chunk had arrived. A copy to the device, or decoding, may follow."""
+    """When the receiver had the item's last chunk. A copy to the device, or decoding, may follow."""
 
 
 class ChannelTransfers(NamedTuple):
-    """The latest items of one channel, oldest first at both ends."""
+    """The latest items of one channel, as the sender and the receiver measured them. Oldest items come
+    first."""
 
     channel: str
     sender_rank: int
@@ -70,7 +68,7 @@ class ChannelTransfers(NamedTuple):
 def combine_transfers(
     channels: Iterable[RunChannel], reports: Sequence[dict[str, Any]]
 ) -> list[ChannelTransfers]:
-    """Combines the workers' reports, with times on the clock of the first worker's machine."""
+    """Combines the workers' reports. All times become times on the clock of rank 0's machine."""
     found = []
     for channel in channels:
         at_sender, at_receiver = reports[channel.sender], reports[channel.receiver]
@@ -107,7 +105,7 @@ def _shifted_received(row: Sequence[int], shift: int) -> ReceivedTransfer:
 
 
 def transfers_from_json(rows: Sequence[Any]) -> list[ChannelTransfers]:
-    """Reads the rows, with tuples where JSON has lists."""
+    """Makes transfers from their JSON form, in which tuples have become lists."""
     return [
         ChannelTransfers(
             channel,
@@ -126,11 +124,11 @@ def draw_transfers(
     arguments: dict[str, Any],
     name_of: Callable[[int, int], str],
 ) -> tuple[list[Span], list[tuple[Span, Span]]]:
-    """Returns the spans of one channel, on tracks of its two workers, and an arrow from each sent item to its
-    arrival.
+    """Returns the spans of one channel, on tracks of its two workers. Also returns an arrow from the sending
+    to the arrival of each item.
 
-    arguments: facts about the channel, added to every span. name_of: function of minibatch and microbatch
-    that returns an item's name.
+    worker_names: by rank. arguments: facts about the channel, which every span shows. name_of: returns the
+    name of the item of (minibatch, microbatch).
     """
     sender, receiver = (worker_names[rank] for rank in (transfers.sender_rank, transfers.receiver_rank))
     send, receive = f"send {transfers.channel}", f"receive {transfers.channel}"
@@ -164,7 +162,7 @@ def _arrows(
     received: Sequence[ReceivedTransfer],
     arrived: Sequence[Span],
 ) -> Iterator[tuple[Span, Span]]:
-    """Yields arrows between the items that both ends have kept."""
+    """Yields an arrow for each item whose times both ends have kept."""
     begins = {(item.minibatch, item.microbatch): span for item, span in zip(sent, on_wire, strict=True)}
     for item, span in zip(received, arrived, strict=True):
         begin = begins.get((item.minibatch, item.microbatch))

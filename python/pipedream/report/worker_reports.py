@@ -26,9 +26,10 @@ def combine_reports(
     reports: list[dict[str, Any]],
     record: Mapping[str, list[Any]] = types.MappingProxyType({}),
 ) -> RunResult:
-    """Makes the run's result from the workers' reports, which are in the order of ranks. channels: the
-    channels of activations and gradients. record: the losses, samples, epochs and evaluations before the
-    checkpoint from which the run continues."""
+    """Makes the run's result from the workers' reports.
+
+    channels: the channels of activations and gradients. reports: in the order of ranks. record: the losses,
+    samples, epochs and evaluations before the checkpoint from which the run continues."""
     of_stages = [
         [
             reports[plan.placement.rank_of(stage, replica)]
@@ -50,7 +51,8 @@ def combine_reports(
         for stage, replicas in enumerate(of_stages)
     ]
     figures = [_figures_of(channel, reports) for channel in channels]
-    # measured_ms leaves out the warm-up, and the slow minibatches in which the host measures memory.
+    # measured_ms leaves out the warm-up. It is long enough to contain the slow minibatches in which the host
+    # measures memory.
     num_in_flight = (2 * max(schedule.in_flight) + 1) * max(stage.num_replicas for stage in plan.stages)
     num_warm_up = -(-num_in_flight // m)
     return RunResult(
@@ -107,8 +109,8 @@ def _evaluations_of(
     epochs: Sequence[int],
     schedule: _core.ScheduleOptions,
 ) -> list[Evaluation]:
-    """Returns the evaluations. report: the report of the last stage. epochs: the epoch of each minibatch of
-    the result."""
+    """Returns the evaluations of the run. report: the report of the last stage's first replica. epochs: the
+    epoch of each minibatch of the result."""
     rows = [*record.get("evaluated", []), *report["validation"]]
     first_minibatch = 0 if record else schedule.first_minibatch
     return [
@@ -124,8 +126,8 @@ def _evaluations_of(
 
 
 def _by_minibatch(versions: list[list[int]], num_microbatches: int) -> list[list[tuple[int, int]]]:
-    """Groups versions by minibatch. versions: pairs of the versions that the forward and the backward of each
-    microbatch read.
+    """Groups versions by minibatch. versions: for each microbatch, the versions that its forward and its
+    backward read.
     """
     pairs = [(forward, backward) for forward, backward in versions]
     return [pairs[first : first + num_microbatches] for first in range(0, len(pairs), num_microbatches)]
@@ -134,9 +136,7 @@ def _by_minibatch(versions: list[list[int]], num_microbatches: int) -> list[list
 def _updates_read(
     schedule: _core.ScheduleOptions, stage: int, replicas: list[dict[str, Any]]
 ) -> list[tuple[int, int]]:
-    """Returns, for each minibatch, the (fewest, most) updates that the parts of the weights contained when
-    its first forward read them.
-    """
+    """Returns RunResult.updates_read of one stage. replicas: the reports of the stage's replicas."""
     first = _core.rounds_of(schedule, stage).first_version
     read: list[list[tuple[int, int]]] = []
     for report in replicas:
@@ -150,12 +150,12 @@ def _updates_read(
 
 
 def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFigures:
-    """Returns a channel's figures. The counts come from the receiver, which has received everything when it
-    reports. The sender may report while it still sends the last tensors."""
+    """Returns a channel's figures. The counts come from the receiver, because the sender may report while it
+    still sends the last tensors."""
     assert channel.stages is not None
     sent = reports[channel.sender]["channels"][channel.name]
     received = reports[channel.receiver]["channels"][channel.name]
-    # A socket accepts bytes long before they arrive, so the sender's time alone would be too short.
+    # The sender's time alone would be too short, because a socket accepts bytes long before they arrive.
     transfer_ns = max(sent["transfer_ns"] - sent["credit_wait_ns"], received["transfer_ns"])
     wait_ns = received["wait_ns"]
     return ChannelFigures(
@@ -179,7 +179,8 @@ def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFi
 
 
 def _spans_of(report: dict[str, Any], first: dict[str, Any]) -> list[WorkSpan]:
-    """Returns the worker's spans, with times on the clock of the first worker's machine."""
+    """Returns the worker's work items, with times on the clock of rank 0's machine. first: rank 0's
+    report."""
     shift = shift_ns(Clock(*report["clock"]), Clock(*first["clock"]))
     spans = [WorkSpan(*span) for span in report["spans"]]
     if shift == 0:
@@ -195,7 +196,7 @@ def _spans_of(report: dict[str, Any], first: dict[str, Any]) -> list[WorkSpan]:
 
 
 def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) -> list[float]:
-    """Mean loss per sample of each epoch."""
+    """Returns the mean loss per sample of each epoch."""
     sums: dict[int, tuple[float, int]] = {}
     for loss, count, epoch in zip(losses, samples, epochs, strict=True):
         total, seen = sums.get(epoch, (0.0, 0))
@@ -204,9 +205,8 @@ def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) ->
 
 
 def _evaluated_ns(spans: Sequence[WorkSpan], begin_ns: int, end_ns: int) -> int:
-    """Returns the nanoseconds that a worker spent on evaluations, and on waiting for them, between two
-    updates.
-    """
+    """Returns the nanoseconds of evaluations between the times begin_ns and end_ns, including the waits for
+    them."""
     evaluated = (span for span in spans if span.traits.scope == "boundary")
     return sum(
         span.completed_ns - span.asked_ns
@@ -217,9 +217,10 @@ def _evaluated_ns(spans: Sequence[WorkSpan], begin_ns: int, end_ns: int) -> int:
 
 def _steady_ms(spans: list[list[int | str]], num_warm_up: int, begins: Sequence[int]) -> float:
     """Returns milliseconds per minibatch, measured between updates of the last stage and without evaluations.
-    num_warm_up minibatches after each of `begins` are left out. `begins` has the first minibatch of the run
-    and the first one after each drain. If too few minibatches remain, all count. If several minibatches share
-    an update, its span has the first one's number."""
+
+    begins: the first minibatch of the run, and the first one after each pause (RunResult.drained_at).
+    num_warm_up: this number of minibatches after each of `begins` does not count. If too few minibatches
+    remain, all count."""
     named = [WorkSpan(*span) for span in spans]  # type: ignore[arg-type]
     if not named:
         return 0.0
