@@ -5,11 +5,11 @@
     python examples/char_lm.py --workers 3 --checkpoint-dir results/char_lm/checkpoints
     torchrun --nproc-per-node 2 examples/char_lm.py
 
-The third command continues from its newest checkpoint if it was killed and is started again.
+If the third command is killed and started again, it continues from its newest checkpoint.
 
-The planner chooses the schedule unless you give one. All commands give the same losses for the same seed and
-plan. A plan depends on measured times and may differ from run to run, so the script keeps the first one in
-the output folder and uses it again.
+The planner chooses the schedule unless you give one. A plan depends on measured times and may differ from run
+to run, so the script keeps the first plan in the output folder and uses it again. The same seed, plan,
+schedule and microbatches give the same losses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 CHARACTERS = string.printable  # any other character of the text becomes "?"
 CONTEXT, WIDTH, HEADS, BLOCKS, BATCH_SIZE = 64, 128, 4, 4, 32
-DELAY_MAX = 0.25  # in updates; late gradients cost AdamW more than additional microbatches do
+DELAY_MAX = 0.25  # updates; with AdamW late gradients cost more than additional microbatches
 TEXT_LENGTH, HELD_OUT_LENGTH = 1_000_000, 50_000
 
 
@@ -77,12 +77,13 @@ def make_model() -> nn.Sequential:
 
 
 def loss_fn(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean nats per character."""
+    """Returns the mean loss in nats per character."""
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 def load_text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (training, held-out) text: the start of the standard library's modules, by name."""
+    """Returns (training, held-out) text as character numbers. The text is that of the standard library's
+    modules, in the order of their names, up to TEXT_LENGTH characters."""
     code = {character: index for index, character in enumerate(CHARACTERS)}
     codes: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -101,7 +102,7 @@ def make_loader(text: torch.Tensor, num_minibatches: int) -> DataLoader[tuple[to
 
 
 def make_validation(text: torch.Tensor, every: int) -> pipedream.Validation:
-    """The text in windows that do not overlap."""
+    """Returns an evaluation on the text, which is cut into windows that share no targets."""
     windows = text.unfold(0, CONTEXT + 1, CONTEXT)
     return pipedream.Validation(
         [(part[:, :-1], part[:, 1:]) for part in windows.split(BATCH_SIZE)], every=every
@@ -111,8 +112,8 @@ def make_validation(text: torch.Tensor, every: int) -> pipedream.Validation:
 def make_plan(
     model: nn.Sequential, loader: DataLoader, num_workers: int, path: Path, microbatches: int | None
 ) -> pipedream.Plan:
-    """The plan in the file, if it is for this model and number of workers; else one from a profile.
-    microbatches: None lets the planner choose them."""
+    """Returns the plan in the file `path` if it is for this model and number of workers. Otherwise makes a
+    plan from a profile, and saves it there. microbatches: None lets the planner choose the number."""
     name = f"char_lm {BLOCKS}x{WIDTH}"
     if path.exists():
         plan = pipedream.Plan.load(path)
@@ -168,7 +169,7 @@ def main() -> None:
     options.output_dir.mkdir(parents=True, exist_ok=True)  # fails early if the folder cannot be made
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
-    # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
+    # The workers will share this machine's cores, so the profile must use only one worker's share of them.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
     torch.manual_seed(options.seed)
     model = make_model()
@@ -206,7 +207,7 @@ def main() -> None:
     if is_main:
         report(result, options.output_dir)
         save_file(model.state_dict(), options.output_dir / "model.safetensors")
-        if result.validation:  # none where a run that had ended was started again
+        if result.validation:  # it is empty if a run that had ended was started again
             first, last = result.validation[0].loss, result.validation[-1].loss
             bits = last / math.log(2)
             print(f"held-out loss      {first:.3f} -> {last:.3f} nats ({bits:.3f} bits) per character")

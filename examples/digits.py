@@ -3,7 +3,7 @@
     python examples/digits.py --workers 2
     torchrun --nproc-per-node 2 examples/digits.py
 
-The data are scikit-learn's 1,797 real 8x8 images; a fifth is held out for the accuracy at the end.
+The data are the 1,797 real 8x8 images of scikit-learn. A fifth is held out for the accuracy at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ BATCH_SIZE = 48
 
 
 def make_model() -> nn.Sequential:
-    """Returns layers that map images (batch, 1, 8, 8) to scores (batch, 10). A plan may cut after any."""
+    """Returns layers that map images (batch, 1, 8, 8) to scores (batch, 10). A plan may cut after any
+    layer."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels = 1
     for number, wider in enumerate((32, 32, 64, 64), start=1):
@@ -74,7 +75,7 @@ def main() -> None:
     options.output_dir.mkdir(parents=True, exist_ok=True)  # fails early if the folder cannot be made
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
-    # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
+    # The workers will share this machine's cores, so the profile must use only one worker's share of them.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
     torch.manual_seed(options.seed)
     model = make_model()

@@ -1,15 +1,16 @@
-"""Trains a Hugging Face causal language model, taken as it is, on local text as a pipeline of workers.
+"""Trains an unchanged causal language model of Hugging Face on local text, as a pipeline of workers.
 
     python examples/hf_finetune.py --workers 2
     python examples/hf_finetune.py --architecture gpt2 --text my_notes.txt --schedule flush --microbatches 4
     python examples/hf_finetune.py --checkpoint-dir results/hf_finetune/checkpoints
     torchrun --nproc-per-node 2 examples/hf_finetune.py
 
-The third command continues with the same plan if it was stopped or killed and is started again. The planner
-chooses the schedule unless you give one. Nothing is downloaded: the model is made from a configuration
-(--pretrained FOLDER uses weights that you have), the text is that of this repository, and a token is a byte.
-Batches are dicts of input_ids, attention_mask and labels, and the loss is the model's own. `make examples`
-installs the libraries.
+If the third command is stopped or killed and started again, it continues with the same plan. The planner
+chooses the schedule unless you give one.
+
+Nothing is downloaded. The model is made from a configuration, or --pretrained FOLDER uses weights that you
+have. The text is that of this repository, and a token is a byte. Batches are dicts of input_ids,
+attention_mask and labels. The loss is the model's own. `make examples` installs the libraries.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ except ModuleNotFoundError:
 
 Batch = dict[str, torch.Tensor]
 
-PAD, END, VOCABULARY = 256, 257, 258  # after the 256 bytes
-DELAY_MAX = 0.25  # in updates; late gradients cost AdamW more than additional microbatches do
-IGNORED = -100  # as a label: no token to predict
+PAD, END, VOCABULARY = 256, 257, 258  # tokens 0 to 255 are the bytes
+DELAY_MAX = 0.25  # updates; with AdamW late gradients cost more than additional microbatches
+IGNORED = -100  # the label of a position at which no token is predicted
 ARCHITECTURES = ("gpt2", "llama")
 
 
@@ -72,7 +73,8 @@ def read_text(given: Path | None) -> bytes:
 
 
 def cut_into_examples(text: bytes, context: int) -> list[list[int]]:
-    """Joins as many lines as fit into the context to one example, and ends each example with END."""
+    """Cuts the text into examples. Each example has as many whole lines as fit into the context, and ends
+    with END. Longer lines are cut off."""
     examples: list[list[int]] = []
     current: list[int] = []
     for line in text.splitlines(keepends=True):
@@ -84,7 +86,8 @@ def cut_into_examples(text: bytes, context: int) -> list[list[int]]:
 
 
 def collate(examples: Sequence[Sequence[int]]) -> Batch:
-    """Returns the batch as transformers' models take it, padded to its longest example."""
+    """Returns the batch as transformers' models take it. Examples are padded to the length of the longest
+    one."""
     input_ids = torch.full((len(examples), max(map(len, examples))), PAD)
     attention_mask = torch.zeros_like(input_ids)
     for row, example in enumerate(examples):
@@ -95,13 +98,14 @@ def collate(examples: Sequence[Sequence[int]]) -> Batch:
 
 
 def num_tokens(batch: Batch) -> torch.Tensor:
-    """Returns the number of tokens over which the loss is the mean: all but each example's first."""
+    """Returns the number of tokens over which the loss is a mean. The first token of an example is not
+    predicted, so it does not count."""
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader) -> float:
-    """Mean nats per token."""
+    """Returns the mean loss in nats per token."""
     model.eval()
     nats, count = 0.0, 0
     for batch in loader:
@@ -120,9 +124,9 @@ def make_plan(
     microbatches: int | None,
     optimizer: Any = None,
 ) -> pipedream.Plan:
-    """Returns a plan from a profile. given: a plan's file, or the replicas of each stage ("2-1").
-    microbatches: None lets the planner choose the number. optimizer: measures runs with it on this machine
-    (about a minute) for a closer prediction.
+    """Returns the given plan, or makes one from a profile. given: a plan's file, or the replicas of each
+    stage ("2-1"). microbatches: None lets the planner choose the number. optimizer: if given, short runs with
+    it on this machine (about a minute) make the prediction more exact.
     """
     if given is not None and os.path.exists(given):
         return pipedream.Plan.load(given)
@@ -169,7 +173,7 @@ def main() -> None:
     options.output_dir.mkdir(parents=True, exist_ok=True)  # fails early if the folder cannot be made
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
-    # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
+    # The workers will share this machine's cores, so the profile must use only one worker's share of them.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
     torch.manual_seed(options.seed)
     if options.pretrained is not None:
@@ -191,9 +195,9 @@ def main() -> None:
         calibrated_with = optimizer if options.calibrate else None
         given = options.plan
         if options.checkpoint_dir is not None and options.checkpoint_dir.exists():
-            given = options.output_dir / "plan.json"  # the one with which the run began
+            given = options.output_dir / "plan.json"  # the plan with which the run began
         plan = make_plan(model, loader, num_workers, given, options.microbatches, calibrated_with)
-        # Batches are as long as their longest example: memory is planned for the longest of all.
+        # A batch is as long as its longest example, so memory is planned for the longest example of all.
         plan = plan.fitting(collate([max(train, key=len)] * options.batch_size))
         print(plan, "\n", flush=True)
         plan.save(options.output_dir / "plan.json")
@@ -212,7 +216,7 @@ def main() -> None:
             num_warmup_steps=num_updates // 10,
             num_training_steps=num_updates,
         ),
-        weight_fn=num_tokens,  # of each microbatch, so that the loss is the minibatch's
+        weight_fn=num_tokens,  # weighs microbatches by their tokens, so that the loss is the minibatch's mean
         schedule=options.schedule or ("auto" if options.plan is None else "pipedream"),
         microbatches=options.microbatches or 1,
         epochs=epochs,

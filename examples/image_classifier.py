@@ -1,12 +1,12 @@
-"""Trains an image classifier of torchvision or timm, taken by its name, as a pipeline of workers.
+"""Trains an image classifier of torchvision or timm as a pipeline of workers. You choose it by its name.
 
     python examples/image_classifier.py resnet18 --workers 2
     python examples/image_classifier.py convnext_atto --epochs 3
     torchrun --nproc-per-node 2 examples/image_classifier.py mobilenet_v3_small
 
-The network has random weights and the images are scikit-learn's 1,797 handwritten digits, scaled up, so
-nothing is downloaded. A fifth is held out for the accuracy after each epoch. `make examples` installs the
-libraries.
+Nothing is downloaded: the network has random weights, and the images are the 1,797 handwritten digits of
+scikit-learn, scaled up. A fifth of them is held out for the accuracy after each epoch. `make examples`
+installs the libraries.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ NUM_CLASSES = 10
 
 
 def make_model(name: str) -> nn.Module:
-    """Returns the network with random weights; it maps images (batch, 3, size, size) to NUM_CLASSES scores.
+    """Returns the network with random weights. It maps images (batch, 3, size, size) to scores (batch,
+    NUM_CLASSES).
 
-    Raises SystemExit, in one line, for an unknown name or a missing library."""
+    Raises SystemExit with one line of text for an unknown name or a missing library."""
     if importlib.util.find_spec("torchvision") is None:  # timm needs it, too
         sys.exit("torchvision is not installed: make examples brings it")
     import torchvision
@@ -52,7 +53,7 @@ def make_model(name: str) -> nn.Module:
 
 
 def load_data(size: int, seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Returns (training, held-out) samples: images (3, size, size) with mean 0, and their digits."""
+    """Returns (training, held-out) samples: images (3, size, size) scaled to -1..1, and their digits."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -79,8 +80,9 @@ def make_plan(
     microbatches: int | None,
     optimizer: Any = None,
 ) -> pipedream.Plan:
-    """Returns a plan from a profile. given: a plan's file, or the replicas of each stage ("2-1"). optimizer:
-    measures runs with it on this machine (about a minute) for a closer prediction.
+    """Returns the given plan, or makes one from a profile. given: a plan's file, or the replicas of each
+    stage ("2-1"). optimizer: if given, short runs with it on this machine (about a minute) make the
+    prediction more exact.
     """
     if given is not None and os.path.exists(given):
         return pipedream.Plan.load(given)
@@ -129,7 +131,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)  # fails early if the folder cannot be made
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
-    # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
+    # The workers will share this machine's cores, so the profile must use only one worker's share of them.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
     torch.manual_seed(options.seed)
     model = make_model(options.model)

@@ -1,4 +1,5 @@
-"""Trains a LightningModule as a pipeline of workers. Only the call of Trainer(...).fit(...) changes.
+"""Trains a LightningModule as a pipeline of workers. In your script only the call of Trainer(...).fit(...)
+changes.
 
     python examples/lightning_fit.py --workers 2
     python examples/lightning_fit.py --resume
@@ -34,7 +35,7 @@ DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 
 
 class ByteModel(L.LightningModule):
-    """A small decoder, written as for any Trainer, without any code for pipelines."""
+    """A small decoder, written as for any Trainer. It has no code for pipelines."""
 
     def __init__(self, width: int, num_blocks: int, context: int, learning_rate: float) -> None:
         super().__init__()

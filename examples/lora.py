@@ -4,9 +4,9 @@
     python examples/lora.py --pretrained FOLDER --target-modules q_proj,v_proj --blocks-adapted 2
     torchrun --nproc-per-node 2 examples/lora.py
 
-The model's weights are frozen: they have no versions, no gradients and no optimizer state. No gradient
-crosses a cut if nothing before the cut is trained. Nothing is downloaded: model and text are those of
-hf_finetune.py in this folder. `make examples` installs the libraries.
+The model's own weights are frozen: they have no versions, no gradients and no optimizer state. If all
+adapters are in the last blocks (--blocks-adapted), no gradient crosses the cuts before them. Nothing is
+downloaded: model and text are those of hf_finetune.py in this folder. `make examples` installs the libraries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ except ModuleNotFoundError as error:
 
 
 def add_adapters(model: nn.Module, options: argparse.Namespace) -> nn.Module:
-    """Returns the model with adapters in its last blocks or in all. Only the adapters are trained."""
+    """Returns the model with adapters in all of its blocks, or in the last ones. Only the adapters are
+    trained."""
     first = options.blocks - (options.blocks_adapted or options.blocks)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -72,7 +73,7 @@ def main() -> None:
         options.blocks = base.config.num_hidden_layers
     else:
         base = hf_finetune.make_model("llama", options.width, options.blocks, options.context)
-    # peft makes the adapters float32 beside bfloat16 weights.
+    # The adapters are float32 even if the model's weights are bfloat16.
     model = add_adapters(base.to(torch.bfloat16) if options.bfloat16 else base, options)
 
     examples = hf_finetune.cut_into_examples(hf_finetune.read_text(options.text), options.context)

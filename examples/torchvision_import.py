@@ -1,9 +1,9 @@
-"""Makes torchvision importable with a torch that it was not compiled for: import this module first.
+"""Makes torchvision importable with a torch that it was not compiled for. Import this module first.
 
 PyPI's torchvision is compiled for the CUDA torch. With a CPU torch its operators for detection do not load,
 and `import torchvision` fails with "operator torchvision::nms does not exist". Classifiers do not use these
-operators, so it is enough to declare them. transformers imports torchvision if it is installed, so its users
-also meet this error. If torchvision imports without help, or is not installed, this module does nothing.
+operators, so it is enough to declare them. transformers imports torchvision if it is installed, and then
+fails in the same way. If torchvision imports without help, or is not installed, this module does nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-DECLARED: list[torch.library.Library] = []  # what they declare lasts as long as they do
+DECLARED: list[torch.library.Library] = []  # kept, because the declared operators end with these objects
 
 
 def _import_torchvision() -> None:
@@ -25,7 +25,7 @@ def _import_torchvision() -> None:
         if "torchvision::" not in str(error):
             raise
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[name]  # half imported
+        del sys.modules[name]  # the failed import has left it half imported
     library = torch.library.Library("torchvision", "FRAGMENT")
     DECLARED.append(library)
     for operator in ("nms", "qnms"):

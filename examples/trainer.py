@@ -28,7 +28,7 @@ PAD, VOCABULARY = 0, 64
 
 
 def make_samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Returns sequences of 8 to 40 tokens that count up; each sequence has a step of its own."""
+    """Returns sequences of 8 to 40 tokens. Each counts up, in steps of 1, 2 or 3."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for _ in range(count):
@@ -39,7 +39,7 @@ def make_samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pads the samples to the longest of them."""
+    """Returns the samples as a batch, padded to the length of the longest one."""
     tokens = torch.nn.utils.rnn.pad_sequence(
         [sample["input_ids"] for sample in samples], batch_first=True, padding_value=PAD
     )

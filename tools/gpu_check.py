@@ -7,16 +7,18 @@
     training   compares every pair of options with the reference, with two and four workers on one GPU; tests
                the transports (CUDA IPC, and staging through shared memory and through tcp) and the errors for
                a user's mistakes on a device
-    speed      compares transfers from device to device through the channel with PCIe's copies, and a worker
-               with a plain loop; records the timelines of copies and kernels
+    speed      compares transfers between devices through a channel with plain CUDA copies, and a worker with
+    a
+               plain loop; records the timelines of copies and kernels
     models     compares two workers with a plain loop on a Llama-like model in bfloat16; runs two examples on
                the GPU
 
-Without a name all groups run, one after the other. Each group can run alone on a bare machine, and ends
-within --limit seconds (540). Steps for which no time is left are reported as not run. Needs Python 3.10 with
-torch (CUDA), pybind11, cmake, ninja or make, pytest, hypothesis; nvcc; and GoogleTest for the C++ tests.
-Wheels that the machine lacks (pyzmq, typer, rich, safetensors, scikit-learn, matplotlib) are taken from the
-folder .whl.
+Without GROUP all groups run, one after the other. Each group can run alone on a bare machine, and ends within
+--limit seconds (540). A step for which no time is left is reported as not run.
+
+The machine must have Python 3.10 with torch (CUDA), pybind11, cmake, ninja or make, pytest, hypothesis; nvcc;
+and GoogleTest for the C++ tests. Other wheels that it lacks (pyzmq, typer, rich, safetensors, scikit-learn,
+matplotlib) are taken from the folder .whl.
 
 Each group writes into FOLDER (bench/results/gpu): <group>.json with the device, the commit, every step's
 outcome and the figures that it printed as JSON, and <group>.log with all output. The group speed also writes
@@ -45,7 +47,7 @@ SITE = BUILD / "site"
 CPP = BUILD / "cpp"
 _LIMIT_S = 540.0
 _TAIL_LINES = 25
-_NATIVE = "-DCMAKE_CUDA_ARCHITECTURES=native"  # only that of this machine's GPU
+_NATIVE = "-DCMAKE_CUDA_ARCHITECTURES=native"  # compiles for this machine's GPU alone, which is faster
 _CPP_SUITES = (
     "device",
     "weights",
@@ -72,10 +74,10 @@ class Step:
 class Outcome:
     name: str
     status: str
-    """passed, failed, timed out, or not run."""
+    """One of "passed", "failed", "timed out", "not run"."""
     seconds: float
     figures: list[Any]
-    """Every line of the output that is a JSON object."""
+    """The lines of the output that are JSON objects or lists."""
     tail: str
     """The last lines of the output if the step did not pass, or the reason why it did not run."""
 
@@ -116,7 +118,7 @@ def core_steps() -> list[Step]:
     tests = CPP / "tests" / "cpp"
     for suite, target in zip(_CPP_SUITES, targets, strict=True):
         steps.append(Step(f"test-{suite}", (str(tests / target), "--gtest_brief=1"), ("build",), limit_s=120))
-    # The sanitizer runs only the CUDA cases: where a stand-in replaces the device it could find nothing.
+    # The sanitizer runs only the cases that use the GPU. The others use a stand-in on the host.
     on_gpu = "--gtest_filter=*cuda*:*Cuda*"
     sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
     for suite, target in zip(_CPP_SUITES, targets, strict=True):
@@ -257,7 +259,8 @@ class Group:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> tuple[str, str]:
-    """Returns (status, all output). Kills the command and its children at the limit."""
+    """Runs the command, and returns (status, all output). Kills the command and its children after
+    limit_s."""
     try:
         process = subprocess.Popen(
             command,
@@ -282,8 +285,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str], limit_s: float)
 
 
 def _settings() -> dict[str, str]:
-    """Returns the environment of all steps. It names the place where pipedream is installed, and pyzmq's
-    libzmq."""
+    """Returns the environment variables of all steps. They name the folder where pipedream is installed, and
+    pyzmq's libzmq."""
     libraries = sorted(SITE.glob("pyzmq.libs/libzmq*")) or sorted(
         library for path in sys.path for library in Path(path).glob("pyzmq.libs/libzmq*")
     )
@@ -309,7 +312,7 @@ def figures_in(output: str) -> list[Any]:
 
 
 def machine() -> dict[str, str]:
-    """Returns the machine and the commit to which the figures belong."""
+    """Describes the machine and the commit that the figures come from."""
     said = {
         "commit": ("git", "rev-parse", "--short", "HEAD"),
         "device": ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),

@@ -1,19 +1,18 @@
 #!/usr/bin/env bash
-# Prepares a bare Debian or Ubuntu for `make test` and `make demo`: compiler, Python headers, GoogleTest,
-# virtual environment, Python packages, pipedream itself. Skips whatever is there, so running it again is
-# quick. As root, or with sudo, it installs missing system packages. Otherwise it names them.
+# Prepares a bare Debian or Ubuntu for `make test` and `make demo`. It installs a compiler, Python's headers,
+# GoogleTest, a virtual environment, Python packages and pipedream. It skips what is installed already, so a second
+# call is quick. As root, or with sudo, it installs missing system packages. Otherwise it names them.
 #
 #   PIPEDREAM_PYTHON  the Python to use (3.10 or later); default: python3, else the newest python3.x
-#   PIPEDREAM_TORCH   what pip installs as torch; default "torch==2.13.0". May carry pip options, e.g.
-#                     "torch==2.13.0 --index-url URL". On a GPU machine any torch >= 2.6 that fits the
-#                     driver is fine.
+#   PIPEDREAM_TORCH   pip's arguments for torch; default "torch==2.13.0". They may have options, such as
+#                     "torch==2.13.0 --index-url URL". On a GPU machine use any torch >= 2.6 that fits the driver.
 #   PIPEDREAM_CUDA    auto (default), on, off: whether the core is built with CUDA
 #   PIPEDREAM_CUDA_ARCHS  the GPUs that the core is built for, such as "80 90" or native; default: 75 to 90, and later ones
 #   PIPEDREAM_APT     no: install no system packages, only say which are missing
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Python writes the bytecode of imported modules, even if the environment forbids it: so each is compiled once.
+# Python may write the bytecode of imported modules, even if the environment forbids it. So each is compiled once.
 unset PYTHONDONTWRITEBYTECODE
 
 torch_requirement=${PIPEDREAM_TORCH:-torch==2.13.0}
@@ -25,7 +24,7 @@ fail() {
   exit 1
 }
 
-# One setup at a time: `make -j test demo` would otherwise install twice at once.
+# Only one setup runs at a time. Otherwise `make -j test demo` would install twice at once.
 mkdir -p build
 exec 9>build/.setup.lock
 if command -v flock >/dev/null; then flock 9; fi
@@ -37,10 +36,11 @@ if ! venv_works; then rm -rf .venv; fi
 # --- Python ------------------------------------------------------------------------------------------
 python_is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
-# Prints the same for two executables of one installation. A virtual environment has the identity of its base.
+# Prints a text that is the same for all executables of one installation, and for virtual environments made from it.
 python_identity() { "$1" -c 'import sys; print(sys.base_prefix, *sys.version_info[:3])'; }
 
-# Prints PIPEDREAM_PYTHON if it is set, else the existing .venv's Python, else the system's; nothing if there is none.
+# Prints the Python to use: PIPEDREAM_PYTHON, otherwise the existing .venv's, otherwise the system's. Prints nothing if
+# there is none.
 find_python() {
   local candidate
   if [[ -n ${PIPEDREAM_PYTHON:-} ]]; then
@@ -84,7 +84,7 @@ apt_install() {
   say "installing $* (apt-get)"
   local options=(-y -qq --no-install-recommends -o DPkg::Lock::Timeout=300)
   as_root env DEBIAN_FRONTEND=noninteractive apt-get install "${options[@]}" "$@" >/dev/null 2>&1 && return 0
-  # No package lists yet, or old ones.
+  # The package lists may be missing or old, so they are updated and the installation is tried again.
   as_root apt-get update -qq >/dev/null 2>&1 || true
   as_root env DEBIAN_FRONTEND=noninteractive apt-get install "${options[@]}" "$@" >/dev/null
 }
@@ -122,10 +122,10 @@ if ! venv_works || [[ $(python_identity "$python") != "$(python_identity .venv/b
 fi
 mkdir -p "$stamps"
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
-# --no-compile: of ten thousand modules two thousand are ever imported, and these are compiled then.
+# With --no-compile a module is compiled when it is first imported. Most of the installed modules never are.
 pip_install() { pip install -q --no-compile "$@"; }
 
-# up_to_date NAME DIGEST: was this step done with exactly these inputs?
+# up_to_date NAME DIGEST says whether the step NAME was done with exactly these inputs.
 up_to_date() { [[ -f $stamps/$1 && $(<"$stamps/$1") == "$2" ]]; }
 
 requirements_digest=$({ echo "$torch_requirement"; .venv/bin/python --version; cat pyproject.toml; } | sha256sum)
@@ -144,8 +144,8 @@ package_digest=$({
     sort -z | xargs -0 sha256sum
 } | sha256sum)
 
-# The core needs only the tools, so it is compiled while pip unpacks all other packages on one core. The build has a
-# process group of its own, so that no compiler keeps running if this script fails.
+# The C++ core needs none of the other packages, so it is compiled while pip unpacks them on one CPU core. The build
+# has its own process group, so that no compiler keeps running if this script fails.
 if ! up_to_date package "$package_digest"; then
   say "building pipedream (C++ core in build/python)"
   rm -rf "$stamps/package" build/wheel
@@ -167,13 +167,12 @@ print(*project["dependencies"], *extras["dev"], *extras["demo"], *extras["docs"]
 EOF
 }
 if ! up_to_date requirements "$requirements_digest"; then
-  # torch comes before the rest, so that the requirement torch>=2.6 does not pick another build. Not quoted, because
-  # the variable may have options.
+  # torch is installed first, so that the requirement torch>=2.6 does not bring another build. The variable is not
+  # quoted, because it may have options.
   # shellcheck disable=SC2086
   pip_install $torch_requirement
   pip_install -r <(declared_requirements)
-  # Imports the modules that trainings import, so that they are compiled once here and not by all workers of the
-  # first training.
+  # These imports compile modules once, which otherwise all workers of the first training would do.
   .venv/bin/python -c 'import matplotlib.pyplot, numpy.random, sklearn.datasets, torch._dynamo, torch.distributed.run, zmq'
   echo "$requirements_digest" >"$stamps/requirements"
 fi

@@ -1,13 +1,13 @@
-"""Makes the minibatches of a transformers.Trainer. Each step's minibatch has gradient_accumulation_steps
-batches of the loader as microbatches.
+"""Makes the minibatches of a transformers.Trainer. A step of the Trainer is a minibatch. Its microbatches are
+gradient_accumulation_steps batches of the loader, or pieces of these batches.
 
     loader               b0 b1 | b2 b3 | b4         gradient_accumulation_steps=2, an epoch of 5 batches
-    one minibatch each   b0 b1 | b2 b3 | b4         Microbatches, uncut
-    pieces_per_batch=2   b0' b0'' b1' b1'' | ...    each batch cut by torch.chunk, for a plan with m = 4
+    pieces_per_batch=1   b0 b1 | b2 b3 | b4         each batch is a microbatch
+    pieces_per_batch=2   b0' b0'' b1' b1'' | ...    each batch is cut into two, for a plan with m = 4
 
 The Trainer sums the losses of a step's batches. If the loss takes num_items_in_batch, each loss is divided by
 the number of tokens in all batches, otherwise by the number of batches. Each microbatch carries its share of
-that sum. Workers and the caller iterate Steps. Needs no transformers.
+that sum. Workers and the caller iterate Steps. Imports no transformers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class LossForm:
     """How the Trainer computes its loss from a step's batches."""
 
     takes_labels: bool = False
-    """Whether the loss is computed from outputs and labels, and the model does not get the labels."""
+    """Whether a function computes the loss from outputs and labels. Then the model does not get the
+    labels."""
     counts_items: bool = False
-    """Whether the Trainer counts the items (labels) in all batches of a step, and passes the count to the
-    loss or the model."""
+    """Whether the Trainer counts the items in all batches of a step, and passes the count to the loss or the
+    model. An item is a label that is not ignored, such as a token."""
     gives_items: bool = False
     """Whether the model gets the number of items."""
     divides_by_items: bool = False
@@ -47,19 +48,19 @@ class LossForm:
     batch's loss.
     """
     is_sum: bool | None = False
-    """Whether the losses of a step's batches are summed. If not, they are divided by the number of batches.
-    None: they are summed if items were counted.
+    """Whether the losses of a step's batches are summed. If it is False, the sum is divided by the number of
+    batches. None means True if items were counted, otherwise False.
     """
     shifts_labels: bool = False
     items_dtype: torch.dtype = torch.float32
-    """The dtype of the number of items. The Trainer divides this number by the number of devices."""
+    """The dtype of the number of items."""
     label_names: tuple[str, ...] = ()
-    """Entries of a batch that compute_metrics gets as labels. Empty: "labels"."""
+    """Names of the entries of a batch that compute_metrics gets as labels; empty for "labels" alone."""
     kept_input: str | None = None
-    """An input that compute_metrics needs."""
+    """The name of an input that compute_metrics needs; None if it needs no input."""
 
     def items_of(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Returns the number of items over which the loss of a batch is a mean; None if it is unknown."""
+        """Returns the number of items in a batch; None if it is unknown."""
         labels = batch.get("shift_labels", batch.get(_LABELS))
         if not isinstance(labels, Tensor) or labels.dim() == 0:
             return None
@@ -68,8 +69,8 @@ class LossForm:
         return labels.ne(_IGNORED).sum()
 
     def items_of_all(self, batches: Iterable[Mapping[str, Any]]) -> Tensor | None:
-        """Returns the number of items that the Trainer counts in these batches; None if the Trainer does not
-        count items."""
+        """Returns the number of items in these batches; None if the Trainer does not count items, or if a
+        number is unknown."""
         if not self.counts_items:
             return None
         counts = [self.items_of(batch) for batch in batches]
@@ -104,12 +105,12 @@ class LossForm:
 
 
 def share_of_loss(targets: Mapping[str, Any]) -> float:
-    """Returns a microbatch's share; the weight_fn of a run."""
+    """Returns a microbatch's share of its minibatch. It is the weight_fn of the run."""
     return float(targets["weight"])
 
 
 class Steps:
-    """Yields all minibatches of a training, through all epochs, in one iteration."""
+    """All minibatches of a training, through all epochs, in one iteration."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Steps:
         batches_per_step: int,
         pieces_per_batch: int = 1,
     ) -> None:
-        """loader: iterated once per epoch."""
+        """loader: yields an epoch's batches each time it is iterated. num_steps: of the whole training."""
         self._loader = loader
         self._form = form
         self._num_steps = num_steps
@@ -133,7 +134,7 @@ class Steps:
 
     def __iter__(self) -> Iterator[Microbatches]:
         while self._step < self._num_steps:
-            for each in takes_epochs(self._loader):  # as the Trainer does: shuffles depend on it
+            for each in takes_epochs(self._loader):  # the Trainer does this too, and shuffles depend on it
                 each.set_epoch(self._epoch)
             batches = itertools.islice(self._loader, self._step_of_epoch * self._batches_per_step, None)
             while self._step < self._num_steps:
@@ -149,7 +150,7 @@ class Steps:
                 return  # an epoch without a batch
             self._epoch, self._step_of_epoch = self._epoch + 1, 0
 
-    # The state is the position in the data, for a run that continues from a checkpoint.
+    # The state is the position in the data. A run that continues from a checkpoint loads it.
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self._step, "epoch": self._epoch, "step_of_epoch": self._step_of_epoch}
@@ -179,7 +180,7 @@ class Steps:
         )
 
     def _pieces_of(self, batch: dict[str, Any]) -> list[tuple[Mapping[str, Any], float]]:
-        """Returns (piece, its share of the batch's mean)."""
+        """Returns the pieces of a batch, each with its share of the batch's loss."""
         count = self._pieces_per_batch
         if count == 1:
             return [(batch, 1.0)]
@@ -193,7 +194,7 @@ class Steps:
 
 
 class HeldOut:
-    """The batches of an evaluation, each weighted by its samples."""
+    """The batches of an evaluation, each weighted by its number of samples."""
 
     def __init__(self, loader: Iterable[Any], form: LossForm) -> None:
         self._loader = loader
@@ -206,8 +207,8 @@ class HeldOut:
 
 
 def joined(loader: DataLoader[Any], num_batches: int) -> list[Any]:
-    """Returns the first two minibatches, each collated from the samples of num_batches batches of the loader.
-    If samples have no indices, it returns the loader's first two batches instead.
+    """Returns the first two minibatches. Each is collated from the samples of num_batches batches of the
+    loader. If samples have no indices, the function returns the loader's first two batches instead.
     """
     sampler = loader.batch_sampler
     if sampler is None or isinstance(loader.dataset, IterableDataset):

@@ -1,10 +1,10 @@
-"""StepCheckpoints makes the Trainer's checkpoint-N from the pipeline's checkpoint of step N.
+"""StepCheckpoints makes the folder checkpoint-N, which the Trainer would make, from two sources.
 
-    the pipeline   checkpoint of step N: weights, optimizer, data        complete some time after the step
+    the pipeline   checkpoint after step N: weights, optimizer, data     complete some time after the step
     the Trainer    its state at step N, its scheduler                    known when the step is reported
     checkpoint-N   the model's files, trainer_state.json, pipedream/     written when both are there
 
-On the caller's thread; under torchrun, on the thread of rank 0.
+Runs on the thread that called train(); under torchrun, on that of rank 0.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ _SCHEDULER = "scheduler.pt"  # a file in that folder
 
 
 def pipeline_state_in(folder: str) -> bool:
-    """Whether a checkpoint-N contains the state of a pipeline."""
+    """Whether the folder checkpoint-N contains a checkpoint of a pipeline."""
     return (Path(folder) / _STATE_FOLDER).is_dir()
 
 
 def pipeline_state(folder: str) -> str:
-    """Returns the pipeline's checkpoint in a checkpoint-N."""
+    """Returns the path of the pipeline's checkpoint in the folder checkpoint-N."""
     return str(checkpoints_in(Path(folder) / _STATE_FOLDER)[-1])
 
 
 @dataclass
 class SchedulerState:
-    """The state of a scheduler that follows a metric."""
+    """The state of a scheduler that follows a metric, such as ReduceLROnPlateau. Its changes reach the
+    pipeline as factors of the learning rates."""
 
     scheduler: dict[str, Any]
     factors: dict[int, float]
-    """The factors by which the scheduler multiplied the pipeline's rates, by step."""
+    """The factors that the pipeline got so far, by step."""
     pending: float
-    """The factor for the rates at the next step."""
+    """The factor that the pipeline gets at the next report."""
 
     @classmethod
     def of(cls, scheduler: Any, factors: dict[int, float], pending: float) -> SchedulerState:
@@ -57,7 +58,7 @@ class SchedulerState:
 
     @classmethod
     def load(cls, folder: str) -> SchedulerState | None:
-        """Reads the scheduler's state from a checkpoint-N; None if the checkpoint has none."""
+        """Reads the state from the folder checkpoint-N; returns None if the folder has none."""
         path = Path(folder) / _STATE_FOLDER / _SCHEDULER
         return cls(**torch.load(path, weights_only=True)) if path.exists() else None
 
@@ -72,27 +73,26 @@ class SchedulerState:
 
 
 class StepCheckpoints:
-    """The checkpoints of one train()."""
+    """The checkpoints of one call of train()."""
 
     def __init__(self, trainer: PipelineTrainer, folder: Path) -> None:
         self._trainer = trainer
         self._folder = folder
         self._states: dict[int, tuple[Any, SchedulerState | None] | None] = {}
-        """The states of the Trainer and its scheduler for a step's checkpoint, by step; None until the step
-        is over.
-        """
+        """The states of Trainer and scheduler for each step that gets a checkpoint; None until the step has
+        been reported."""
         self._complete: dict[int, Path] = {}
-        """The pipeline's checkpoints that have not become checkpoints of the Trainer yet, by step."""
+        """By step, the pipeline's complete checkpoints that have not become a checkpoint-N yet."""
 
     def want(self, step: int) -> None:
-        """Registers the step for a checkpoint."""
+        """Says that the step gets a checkpoint."""
         self._states.setdefault(step, None)
 
     def of_step(self, step: int) -> Path:
         return self._folder / f"checkpoint-{step}"
 
     def note_state(self, scheduler: SchedulerState | None) -> None:
-        """Stores the state of the current step if want() was called for the step."""
+        """Stores the Trainer's present state if want() was called for its step."""
         trainer, step = self._trainer, self._trainer.state.global_step
         if step not in self._states:
             return
@@ -108,14 +108,16 @@ class StepCheckpoints:
         self._complete[step] = path
 
     def write_state_again(self, step: int) -> None:
-        """Updates the state in a checkpoint that has been written already."""
+        """Updates the state in the step's checkpoint-N if the folder has been written already."""
         states = self._states.get(step)
         if states is not None and self.of_step(step).is_dir():
             self._save_states(step, states)
 
     def finish(self, waiting: set[int], *, is_over: bool = False) -> None:
-        """Makes checkpoint-N for each complete step. waiting: steps whose evaluation has not been reported
-        yet.
+        """Makes checkpoint-N for each step whose two sources are there.
+
+        waiting: steps that must wait, because their evaluations have not been reported. is_over: whether the
+        training has ended, so that no step waits any longer.
         """
         for step, path in sorted(self._complete.items()):
             if step in waiting and not is_over:

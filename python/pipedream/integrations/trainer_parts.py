@@ -1,5 +1,5 @@
-"""Makes the parts of a Trainer that are sent to workers: its loss, its metrics, its loader. They hold no
-reference to the Trainer.
+"""Makes the objects of a Trainer that are sent to workers: its loss, its metrics and its loader. They hold no
+reference to the Trainer itself. Runs on the thread that called train().
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Loss:
             loss = self._smoother(outputs, labels, shift_labels=self._shifts, num_items_in_batch=items)
         else:
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-        # Some models compute the loss in float32, whatever their own dtype is. The Trainer sums in float64.
+        # The Trainer sums losses in float64.
         scaled: torch.Tensor = loss.double() * targets["scale"]
         return scaled
 
@@ -85,7 +85,7 @@ def loss_form(trainer: PipelineTrainer) -> LossForm:
 
 
 def divides_by_items(trainer: PipelineTrainer, form: LossForm, loader: DataLoader[Any]) -> bool:
-    """Whether doubling the number of items halves the loss of a batch."""
+    """Whether the loss is divided by the number of items: doubling this number halves the loss of a batch."""
     if not form.counts_items:
         return False
     model = trainer.model
@@ -105,7 +105,7 @@ def divides_by_items(trainer: PipelineTrainer, form: LossForm, loader: DataLoade
 
 
 class Predictions:
-    """Calls compute_metrics, at the last worker."""
+    """Calls compute_metrics in the worker of the last stage."""
 
     def __init__(self, trainer: PipelineTrainer, ignored_keys: list[str] | None) -> None:
         config = getattr(trainer.model, "config", None)
@@ -143,8 +143,8 @@ class Predictions:
 
 
 def plain_loader(loader: Any) -> DataLoader[Any]:
-    """Returns the loader as a plain torch DataLoader, because accelerate's loader moves minibatches to the
-    caller's device.
+    """Returns a plain torch DataLoader with the loader's settings. The loader itself is accelerate's, which
+    moves batches to this process's device.
     """
     names = (
         *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
@@ -158,8 +158,8 @@ def plain_loader(loader: Any) -> DataLoader[Any]:
 
 
 def in_memory(held_out: HeldOut) -> Any:
-    """Returns the batches as a list, so that the largest batch is known. Returns them unchanged if they take
-    too much memory."""
+    """Returns the batches as a list, so that the run can find the largest batch. Returns them unchanged if
+    they take more than 1 GiB."""
     found, num_bytes = [], 0
     with generators_kept():
         for batch in held_out:

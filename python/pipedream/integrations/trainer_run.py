@@ -1,7 +1,6 @@
-"""Training is one call of train() of a PipelineTrainer. It makes the plan, starts the run, and reports to the
-Trainer and its callbacks.
-
-On the caller's thread.
+"""Training is one call of train() of a PipelineTrainer. It makes the plan, starts the run, and reports the
+run's steps to the Trainer and its callbacks. A step of the Trainer is a minibatch of the run. Runs on the
+thread that called train().
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Training"]
 
-_UNFINISHED = ".pipedream"  # a folder in output_dir, for checkpoints that are being written
+_UNFINISHED = ".pipedream"  # the folder in output_dir where the run saves its checkpoints
 _PROFILE_MINIBATCHES, _PROFILE_S = 20, 20.0
 _BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")
 
@@ -87,11 +86,11 @@ class Training:
         self._stop = False
         self._factor = 1.0
         self._metrics: dict[int, dict[str, float]] = {}
-        """Metrics of evaluations that have not been reported to the Trainer, by step."""
+        """By step, the metrics of evaluations that have not been reported to the Trainer."""
         self._asked: set[int] = set()
-        """Steps at which the pipeline evaluates because a callback asked for it."""
+        """The steps of evaluations that callbacks have asked for and that have not been reported."""
         self._factors: dict[int, float] = {}
-        """The factors by which a scheduler that follows a metric multiplied the rates, by step."""
+        """SchedulerState.factors."""
         self._step_checkpoints = StepCheckpoints(trainer, self._output_dir)
         self._validates = trainer.args.eval_strategy != "no"
         self._saves = trainer.args.save_strategy != "no"
@@ -138,7 +137,7 @@ class Training:
         self._optimizers = StageOptimizers(trainer.optimizer, trainer.model)
         self._by_metric = type(trainer.lr_scheduler).__name__ in _BY_METRIC
         self._schedulers = None if self._by_metric else StageSchedulers(trainer.lr_scheduler)
-        trainer.optimizer._opt_called = True  # else torch warns, because this optimizer makes no step
+        trainer.optimizer._opt_called = True  # without it torch warns, because this optimizer makes no step
         for _ in range(0 if self._by_metric else trainer.state.global_step):
             trainer.lr_scheduler.step()
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -172,7 +171,7 @@ class Training:
                 f" {100 * bubble:.0f} % of the time; raise gradient_accumulation_steps or the batch size",
                 flush=True,
             )
-        # Drops the plan's shapes, because they are the shapes of whole minibatches.
+        # The plan's shapes are dropped, because they are those of whole minibatches.
         return dataclasses.replace(plan, microbatches=self._microbatches, max_shapes={}, shapes_apart=())
 
     def _make_plan(self) -> Plan:
@@ -199,8 +198,8 @@ class Training:
         return plan.schedule or "pipedream" if given == AUTO else given
 
     def _microbatches_for(self, plan: Plan) -> int:
-        """Returns the number of microbatches, which is a multiple of the number of batches in a step. Prints
-        a line if batches are not cut as in the plan because of batch norm.
+        """Returns the number of microbatches of a run with this plan. It is a multiple of the number of
+        batches in a step. If the model has batch norm, batches are not cut, and a line says so.
         """
         accumulated: int = self._trainer.args.gradient_accumulation_steps
         pieces = -(-(plan.microbatches or 1) // accumulated)
@@ -269,8 +268,8 @@ class Training:
         )
 
     def _checkpoints(self) -> Checkpoints | None:
-        """Returns the run's setting for checkpoints: one at its end, and one whenever the Trainer asks for
-        it. None if the Trainer saves nothing.
+        """Returns the argument `checkpoints` of the run; None if the Trainer saves nothing. The steps with a
+        checkpoint come from the Trainer by decisions; see tell().
         """
         if not self._saves:
             return None
@@ -293,8 +292,8 @@ class Training:
             trainer._evaluate(self._trial, self._ignored_keys, skip_scheduler=True)
 
     def end(self, *, is_interrupted: bool) -> None:
-        """Makes an evaluation that is still due at the last step, unless an interrupt ended the training.
-        Then completes the checkpoint of that step.
+        """Reports the evaluation at the last step if it is still due, unless Ctrl-C ended the training. Then
+        makes the last checkpoint-N.
         """
         if not is_rank_0():
             return
@@ -311,7 +310,7 @@ class Training:
         shutil.rmtree(self._output_dir / _UNFINISHED, ignore_errors=True)
 
     def call(self, event: str, *given: Any) -> None:
-        """Calls an event of the TrainerCallbacks."""
+        """Calls an event of all TrainerCallbacks, such as "on_step_end"."""
         trainer = self._trainer
         handler = getattr(trainer.callback_handler, event)
         trainer.control = handler(trainer.args, trainer.state, trainer.control, *given)
@@ -326,8 +325,8 @@ class Training:
         self._metrics[report.minibatch] = metrics
 
     def take_metrics(self) -> dict[str, float] | None:
-        """Returns the metrics of the latest evaluation that was not reported yet, up to this step. Drops the
-        metrics of earlier evaluations. None if all evaluations were reported.
+        """Takes the metrics of all evaluations up to the present step out of the store. Returns the latest
+        ones; None if there are none.
         """
         steps = [step for step in self._metrics if step <= self._trainer.state.global_step]
         found = self._metrics[max(steps)] if steps else None
@@ -336,8 +335,9 @@ class Training:
         return found
 
     def tell(self, report: MinibatchReport) -> Decision:
-        """Reports the steps since the previous report, and returns a decision for the run. A run that
-        continues from a checkpoint reports earlier steps again; only their rate factors are returned.
+        """Reports the steps of the report to the Trainer, and returns a decision for the run. If the run
+        continues from a checkpoint, steps before the checkpoint are not reported; only their rate factors are
+        returned.
         """
         if report.end <= self._first_step:
             return Decision(rate_factor=self._factors.get(report.end, 1.0))
@@ -413,7 +413,8 @@ class Training:
         self._note_state()
 
     def _tell_asked_evaluation(self) -> None:
-        """Reports an evaluation that a callback asked for. The pipeline has its figures one step later."""
+        """Reports an evaluation that a callback asked for. Its figures come one step after the step at which
+        the evaluation takes place."""
         step = self._trainer.state.global_step
         if step in self._asked and self._has_metrics():
             self._asked.discard(step)
@@ -451,7 +452,8 @@ class Training:
             trainer.control.should_save = is_best
 
     def _common_factor(self, before: list[float], after: list[float]) -> float:
-        """Returns the factor by which the scheduler multiplied all rates."""
+        """Returns the factor by which the scheduler multiplied all rates. Raises ValueError if the groups
+        have different factors."""
         factors = [new / old for old, new in zip(before, after, strict=True) if old]
         if factors and max(factors) > min(factors) * (1 + 1e-9):
             raise ValueError(

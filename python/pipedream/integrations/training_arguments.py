@@ -1,8 +1,6 @@
 """Lists the arguments of transformers.TrainingArguments that PipelineTrainer refuses. docs/trainer.md lists
-those without an effect; PipelineTrainer honours all others. A test compares both lists with the installed
-version.
-
-Data; needs neither transformers nor torch.
+the arguments without an effect; all others work as in the Trainer. A test compares both lists with the
+installed transformers. Imports neither transformers nor torch.
 """
 
 from __future__ import annotations
@@ -32,17 +30,17 @@ REFUSED = {
     "torch_compile_mode": "leave it out: stages are not compiled as a whole",
     "use_liger_kernel": "leave it out: its kernels were not tried in stages",
 }
-"""Arguments that are refused unless they have an empty value, with the remedy."""
+"""Arguments that are refused unless their value is empty. Each has the remedy."""
 
 _REFUSED_OPTIM = ("8bit", "4bit", "paged", "schedule_free", "lomo")
-"""Parts of the names of refused optimizers. These need constructor arguments or calls that stages cannot give
-them."""
+"""An optimizer is refused if its name contains one of these texts. Such optimizers need arguments or calls
+that stages cannot give them."""
 
 _NOTHING = (None, False, "", "no", 0)
 
 
 def check_training_arguments(args: Any) -> None:
-    """Raises ValueError for a TrainingArguments with an argument that PipelineTrainer does not honour."""
+    """Raises ValueError if a refused argument or optimizer is set."""
     optim = getattr(args, "optim", None)
     optim = getattr(optim, "value", optim)
     if any(part in str(optim) for part in _REFUSED_OPTIM):

@@ -10,7 +10,8 @@
     evaluate()                               <-   on_evaluation, measured in the pipeline
     checkpoint-N                             <-   on_checkpoint: the model's files, and the pipeline's state
 
-On the caller's thread. Under torchrun each rank has a trainer, and only the trainer of rank 0 logs and saves.
+Runs on the thread that calls train(). Under torchrun each rank has a PipelineTrainer, and only that of rank 0
+logs and saves.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
 
     plan: a pipedream.Plan, the path of a plan's file, or the replicas of every stage, such as "1-1" for two
         stages. None: the planner chooses the stages. In the last two cases the model is profiled and the plan
-        printed.
+        is printed.
     workers: the most workers that the planner may use. Under torchrun the ranks are the workers.
     bandwidth: the bandwidth of the link between two workers, for the planning.
     schedule: the schedule of the run. "flush" gives the same numbers as a Trainer on one device, "auto" uses
         the plan's schedule.
 
-    The microbatches of a minibatch are gradient_accumulation_steps batches. If the plan has more
+    A minibatch has gradient_accumulation_steps batches, each of which is a microbatch. If the plan has more
     microbatches, each batch is cut further. train() evaluates and saves without leaving the pipeline.
     Afterwards the model has the trained weights, and evaluate(), predict() and save_model() are the Trainer's
-    own. Raises ValueError for arguments that it does not honour, before anything starts (docs/trainer.md).
+    own. Raises ValueError for refused arguments, before anything starts (docs/trainer.md).
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         check_training_arguments(given)
         if under_torchrun():
             _stand_alone(given)
-        _ = given.device  # counts the GPUs; the Trainer would multiply batches by their number
+        # Reading `device` counts the GPUs. The Trainer would multiply the batch size by their number.
+        _ = given.device
         given._n_gpu = min(1, given._n_gpu)
         self._asked_plan = AskedPlan.of(plan, workers, bandwidth)
         self._schedule = schedule
@@ -111,8 +113,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         if is_rank_0():
             super().save_model(output_dir, _internal_call)
 
-    # _move_model_to_device() does nothing: the model stays on its device until it is evaluated in this
-    # process.
+    # The model stays on its device until it is evaluated in this process, so _move_model_to_device() does
+    # nothing.
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         pass
@@ -159,13 +161,13 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         result = training.run(plan)
         self._in_run = None
         training.end(is_interrupted=result.is_interrupted)
-        if prefix is not None:  # only rank 0 has evaluated and saved, and decides what an interrupt ends
+        if prefix is not None:  # only rank 0 has evaluated and saved, and its Ctrl-C counts for all ranks
             of_rank_0 = [self.state.best_model_checkpoint, self.state.best_metric, result.is_interrupted]
             told = shared_by_rank_0(f"{prefix}/best", lambda: of_rank_0)
             self.state.best_model_checkpoint, self.state.best_metric, result.is_interrupted = told
         if result.is_interrupted:
             interrupt = KeyboardInterrupt()
-            interrupt.losses = result.losses  # type: ignore[attr-defined]  # as on one that run() raises
+            interrupt.losses = result.losses  # type: ignore[attr-defined]
             raise interrupt
         return self._finalize_training(trial, training.num_train_samples, training.began_s)
 
@@ -187,7 +189,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
 
 
 def _stand_alone(args: Any) -> None:
-    """Makes this rank's Trainer independent, because accelerate would distribute minibatches among ranks."""
+    """Hides the other ranks from this rank's Trainer, because accelerate would deal minibatches to all
+    ranks."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

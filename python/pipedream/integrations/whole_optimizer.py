@@ -1,5 +1,5 @@
-"""Makes each stage's optimizer and scheduler from the optimizer and scheduler that a library made for the
-whole model. Stateless; any thread.
+"""Makes each stage's optimizer and scheduler. They are like the optimizer and scheduler that a library made
+for the whole model. Any thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NATIVE: dict[type[torch.optim.Optimizer], Any] = {
 _OF_KERNELS = {"fused", "foreach", "capturable", "differentiable"}
 """Options that choose between torch's own kernels."""
 _NOT_OPTIONS = {"param_names", "initial_lr"}
-"""Entries of a group that its optimizer or scheduler adds."""
+"""Entries of a parameter group that are no arguments of an optimizer: torch adds them."""
 
 Options = list[dict[str, Any]]
 """The options of each parameter group, without its parameters."""
@@ -34,13 +34,13 @@ def options_of(optimizer: torch.optim.Optimizer) -> Options:
 
 
 class StageOptimizers:
-    """Makes the optimizer of a stage. The optimizer has the class and the parameter groups of the whole
-    model's optimizer; some groups may be empty. Torch's AdamW, Adam and SGD are replaced by optimizers of
-    pipedream.optim, which give the same results.
+    """Makes the optimizer of a stage when it is called. The optimizer has the class and the parameter groups
+    of the whole model's optimizer; some groups may be empty. But torch's AdamW, Adam and SGD are replaced by
+    those of pipedream.optim, which give the same results.
     """
 
     def __init__(self, whole: torch.optim.Optimizer, model: nn.Module, *, keeps_class: bool = False) -> None:
-        """keeps_class: whether stages use torch's own classes, and start with the state of the whole
+        """keeps_class: whether torch's classes are kept, and stages start with the state of the whole
         optimizer.
 
         Raises ValueError for an optimizer with parameters that do not belong to the model.
@@ -55,7 +55,7 @@ class StageOptimizers:
             for group in copy.deepcopy(options_of(whole))
         ]
         self.state = {name: dict(whole.state[p]) for name, p in named if keeps_class and p in whole.state}
-        """The state to start with, by parameter."""
+        """The state with which stages start, by the parameter's name."""
         self._class: Any = type(whole)
         has_tensors = any(isinstance(v, Tensor) for options in self._options for v in options.values())
         if self._class in _NATIVE and not keeps_class and not has_tensors:
@@ -82,12 +82,13 @@ class StageOptimizers:
 
 
 class StageSchedulers:
-    """Makes the scheduler of a stage's optimizer, as a copy of the whole model's scheduler. A copy suffices,
-    because a scheduler only counts steps and multiplies the rates of parameter groups.
+    """Makes the scheduler of a stage's optimizer when it is called. It is a copy of the whole model's
+    scheduler. A copy is enough, because a scheduler only counts steps and multiplies the rates of parameter
+    groups.
     """
 
     def __init__(self, whole: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Raises ValueError for a scheduler that contains others."""
+        """Raises ValueError for a scheduler that contains other schedulers."""
         state: Mapping[str, Any] = vars(whole)
         if "_schedulers" in state:
             raise ValueError(
@@ -103,6 +104,7 @@ class StageSchedulers:
         ):
             group["lr"], group["initial_lr"] = rate, initial
         made = self._class.__new__(self._class)
-        # At a step count of 1 torch warns that the scheduler was made before the optimizer.
+        # At a step count of 1 torch would warn about the order of steps, because the copy's __init__ never
+        # ran.
         vars(made).update(copy.deepcopy(self._state), optimizer=optimizer, _step_count=2)
         return made

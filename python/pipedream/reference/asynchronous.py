@@ -1,16 +1,17 @@
-"""Trains with asynchronous shards (sync="asp"), given the order in which each shard received its gradients.
+"""Trains with asynchronous shards (sync="asp"). The order in which each shard received its gradients must be
+given, because it depends on time.
 
     forward of a stage   runs when the version that the microbatch reads is complete, in the order of the
                          replica's own microbatches
     backward             runs when the last stage's forward has finished
-    a gradient           is applied at each shard part by part, after all earlier gradients in the shard's
-                         order. Each part has an optimizer of its own for all of the stage's parameters,
-                         but only the part's elements of the result are used.
+    a gradient           is applied at each shard, after all earlier gradients in the shard's order
 
-A replica's gradient is the sum over its microbatches in a round, divided by the sum of their shares.
+A shard consists of parts, which are updated one after another. Each part has its own optimizer, which steps
+all parameters of the stage; only the part's elements of the result are used.
 
-A replica's version j + 1 of a part is the part right after the replica's gradient of round j was applied.
-After a drain, the newest version of every replica is the part with the gradients of all replicas.
+A replica's gradient is the sum over its microbatches in a round, divided by the sum of their shares. Version
+j + 1 of a replica has each part as it was right after the replica's gradient of round j was applied. After a
+drain, the newest version of every replica has the gradients of all replicas.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Gradients = dict[str, Tensor | None]
 
 
 class UpdateOrder(Protocol):
-    """The order in which a shard received gradients. report.result.UpdateOrder implements it."""
+    """The order in which a shard received gradients, as report.result.UpdateOrder has it."""
 
     @property
     def parts(self) -> Sequence[Sequence[tuple[str, int, int]]]: ...
@@ -48,7 +49,7 @@ class UpdateOrder(Protocol):
 
 @dataclass
 class _WholeStage:
-    """The order for a stage without replicas."""
+    """The order of updates of a stage without replicas."""
 
     parts: Sequence[Sequence[tuple[str, int, int]]]
     replicas: Sequence[int]
@@ -58,7 +59,7 @@ class _Shard:
     def __init__(self, order: UpdateOrder, updaters: list[Updater], num_replicas: int) -> None:
         self.order = order
         self.updaters = updaters
-        """One for each part."""
+        """One updater for each part."""
         self.num_done = 0
         self.num_done_of = [0] * num_replicas
 
@@ -94,20 +95,21 @@ class AsynchronousWeights:
         self._num_missing = [[0] for _ in range(num_replicas)]
         self._gradients: list[list[Gradients]] = [[] for _ in range(num_replicas)]
         self._early: dict[int, tuple[Gradients, float]] = {}
-        """By microbatch: gradients and shares that wait, because an earlier microbatch of the same replica
-        was not added yet."""
+        """(gradients, share) of each microbatch that waits for an earlier microbatch of the same replica, by
+        the microbatch's number."""
         self._num_added = [0] * num_replicas
         self._open: list[tuple[Gradients, float]] = [({}, 0.0)] * num_replicas
-        """For each replica, the sums of its present round."""
+        """For each replica, the sum of the gradients and of the shares in its present round."""
 
     def find(self, replica: int, version: int) -> dict[str, Tensor] | None:
-        """Returns the replica's version if the version is complete, otherwise None."""
+        """Returns a weight version of the replica; None if the version is not complete yet."""
         missing = self._num_missing[replica]
         return self._versions[replica][version] if version < len(missing) and missing[version] == 0 else None
 
     def add(self, number: int, gradients: Gradients, share: float) -> None:
-        """Accepts the gradients of microbatches, numbered through the run, in any order. They are added up in
-        the order of the replica's microbatches.
+        """Adds the gradients of a microbatch. Microbatches may come in any order, but their gradients are
+        added up in the order of the replica's microbatches. number: the microbatch's, counted through the
+        run.
         """
         self._early[number] = gradients, share
         num_replicas = len(self._gradients)
@@ -132,8 +134,8 @@ class AsynchronousWeights:
     def _end_round(self, replica: int) -> None:
         sums, share_sum = self._open[replica]
         self._open[replica] = {}, 0.0
-        # If the shares sum to 1, nothing is divided, so that a single microbatch equals plain training bit
-        # for bit.
+        # If the shares add up to 1, gradients are not divided. So a single microbatch equals plain training
+        # bit for bit.
         divisor = share_sum or 1.0
         self._gradients[replica].append(
             {n: g if g is None or divisor == 1.0 else g / divisor for n, g in sums.items()}
@@ -142,7 +144,8 @@ class AsynchronousWeights:
         self._num_missing[replica].append(self._num_parts)
 
     def _apply_next(self, shard: _Shard) -> bool:
-        """Applies the shard's next gradient. Returns False if it has not arrived, or if all are applied."""
+        """Applies the next gradient to the shard's next part. Returns False if that gradient is not known
+        yet, or if all gradients are applied."""
         if shard.num_done == len(shard.order.replicas):
             return False
         replica = shard.order.replicas[shard.num_done]
@@ -170,7 +173,7 @@ class AsynchronousWeights:
             _in_memory(target[name])[first : first + count] = _in_memory(newest[name])[first : first + count]
 
     def drain(self) -> None:
-        """Gives every replica the shards' current state as its newest version. Call it when all gradients so
+        """Makes the shards' current state the newest version of every replica. Call it when all gradients so
         far are applied."""
         num_gradients = sum(map(len, self._gradients))
         newest = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
@@ -194,29 +197,28 @@ class AsynchronousWeights:
 
 @dataclass
 class _Flight:
-    """A microbatch whose backward has not run."""
+    """A microbatch in flight: its backward has not run."""
 
     minibatch: int
     microbatch: int
     value: Any
-    """The input of its next stage."""
+    """The input of the stage whose forward comes next."""
     targets: Any
     share: float
-    """The microbatch's share of its minibatch."""
+    """The share of its minibatch for which the microbatch counts."""
     is_empty: bool
     leaves: dict[int, Tensor] = field(default_factory=dict)
-    """By id(parameter): the leaf tensor that the microbatch's forwards read in place of the parameter. Only
-    for stages whose forward has run."""
+    """The leaves that the microbatch's forwards have read in place of parameters, by id(parameter)."""
     num_stages_done: int = 0
 
 
 class AsynchronousTrainer(Trainer):
-    """Trains all microbatches in any order that the versions and update orders allow."""
+    """Trains all microbatches, in an order that the versions and the update orders allow."""
 
     def train_all(
         self, batches: Iterable[tuple[Any, Any]], weights: Sequence[AsynchronousWeights]
     ) -> list[float]:
-        """Trains and returns the losses, by minibatch. weights: one per stage."""
+        """Trains on the batches. Returns the loss of each minibatch. weights: one entry per stage."""
         of_minibatches = [self._flights(minibatch, *batch) for minibatch, batch in enumerate(batches)]
         num_minibatches, m = len(of_minibatches), self._num_microbatches
         self.microbatch_versions = [[[(0, 0)] * m for _ in range(num_minibatches)] for _ in self._stages]
@@ -304,11 +306,11 @@ class AsynchronousTrainer(Trainer):
         return True
 
     def _backward(self, flight: _Flight, weights: Sequence[AsynchronousWeights]) -> float:
-        """Runs the microbatch's backward, and adds the gradients to all stages. Returns the microbatch's part
-        of the loss.
+        """Runs the microbatch's backward, and adds its gradients at all stages. Returns the microbatch's part
+        of the minibatch's loss.
         """
         loss_value = 0.0
-        if flight.share > 0:  # without a share the loss may be NaN, a mean over nothing
+        if flight.share > 0:  # if the share is 0 the loss may be NaN, as a mean over no samples
             self._use_replicas(flight.minibatch, flight.microbatch)
             with self._bound(flight.leaves), self._statistics_kept():
                 loss = check_loss(flight.value, flight.minibatch)
@@ -343,5 +345,5 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    """Returns the elements in the order of memory, without a copy."""
+    """Returns a flat view of the elements, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))

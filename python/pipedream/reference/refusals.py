@@ -1,4 +1,4 @@
-"""Checks that refuse trainings that cannot run. Each raises ValueError."""
+"""Checks the arguments of reference.run(). A check raises ValueError if the training cannot run."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def job_of(
     max_grad_norm: float | None,
     autocast: Any,
 ) -> Job:
-    """Describes the training as a Job, whose options may exclude each other. The schedule's traits are the
-    reference's own table.
+    """Describes the training as a Job, so that check_together() can find options that exclude each other. The
+    schedule's traits come from the reference's own table below.
     """
     name, is_program = versions.schedule, isinstance(versions, WrittenVersions)
     is_float16 = autocast_dtype(autocast) == torch.float16
@@ -111,7 +111,7 @@ def job_of(
 
 
 def check_drained_at(drained_at: Sequence[int], num_replicas: Sequence[int], microbatches: int) -> None:
-    """Raises ValueError for boundaries inside a round, and for boundaries out of order."""
+    """Raises ValueError if a minibatch of drained_at does not begin a round, or if they are not in order."""
     multiple = math.lcm(microbatches, *num_replicas) // microbatches
     for minibatch in drained_at:
         check_whole("drained_at", minibatch, at_least=0)

@@ -34,7 +34,7 @@ __all__ = [
 
 LossFunction = Callable[[Any, Any], Tensor]
 At = tuple[int, int]
-"""(minibatch, microbatch of it)."""
+"""(minibatch, microbatch in it)."""
 
 
 @dataclass
@@ -43,23 +43,24 @@ class Stage:
 
     module: StageModule
     recomputes_newest: bool
-    """Whether the stage repeats the forward, with the newest version, right before the backward. The backward
+    """Whether the stage repeats the forward with the newest version right before the backward. The backward
     then goes through the repeated forward."""
     backward_seed: int | None
-    """The seed for random draws in the stage's backward. None: the draws come from the process's
-    generators."""
+    """The seed of random numbers in the stage's backward. None draws them from the process's generators."""
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     loss_fn: LossFunction | None
-    """The loss function at the last stage, whose output is then the loss. None at other stages."""
+    """The loss function at the last stage, whose output is then the loss. It is None at other stages."""
     statistics_of: Sequence[MinibatchStatistics]
-    """The batch norms' statistics of each replica; empty if a minibatch has one microbatch."""
+    """The running statistics of batch norms, one entry per replica; empty if a minibatch has one
+    microbatch."""
     updaters: list[Updater]
     """One updater for the stage, or one per replica if each replica has its own parameters."""
     buffers: ReplicaBuffers
     replica: int = 0
-    """The replica that computes next."""
+    """The replica whose microbatch is computed."""
     in_microbatches: bool = False
-    """Whether the data yield Microbatches. Then batch norms count each batch of a minibatch as one step."""
+    """Whether the data yield Microbatches. Then batch norms update their statistics once per microbatch, as
+    in plain training with accumulated gradients."""
 
     @property
     def statistics(self) -> MinibatchStatistics | None:
@@ -73,8 +74,8 @@ class Stage:
         return self.updaters[0].parameters
 
     def gradient_of(self, parameter: nn.Parameter, leaf: Tensor) -> Tensor | None:
-        """Returns the gradient that a backward left at the leaf. Raises ValueError if the leaf was frozen
-        during the run.
+        """Returns the gradient of a leaf of the parameter. Raises ValueError if the model's code has frozen
+        the leaf during the run.
         """
         if leaf.grad is None and not leaf.requires_grad:
             named = self.module.trainable_parameters()
@@ -82,7 +83,7 @@ class Stage:
         return leaf.grad
 
     def updater_of(self, replica: int) -> Updater:
-        """Returns the updater whose weights the replica reads. It also gets the replica's gradients."""
+        """Returns the updater whose weights the replica reads and which gets the replica's gradients."""
         return self.updaters[replica % len(self.updaters)]
 
     @torch.no_grad()
@@ -96,20 +97,20 @@ class Stage:
                 parameter.copy_(mean)
 
     def use(self, replica: int) -> None:
-        """Makes this replica the one that computes next."""
+        """Chooses the replica whose microbatch is computed next."""
         self.replica = replica
         self.buffers.use(replica)
 
     def seed_backward(self, at: At) -> None:
-        """Seeds the generators for the stage's backward of the microbatch."""
+        """Seeds the random generators for the stage's backward of the microbatch."""
         if self.module.draws is not None:
             self.module.draws.go_back_to(*at)
         if self.backward_seed is not None:
             seed_torch(_core.derived_seed(_core.derived_seed(self.backward_seed, at[0]), at[1]))
 
     def seeding_backward(self, value: Any, at: At) -> Any:
-        """Returns the stage's output with a hook: when the output's gradient arrives, the hook seeds the
-        generators for the stage's backward.
+        """Returns the stage's output with a hook. The hook seeds the random generators for the stage's
+        backward when the output's gradient arrives.
         """
         for tensor in tensors_of(value):
             if tensor.requires_grad:
@@ -117,12 +118,12 @@ class Stage:
         return value
 
     def forward(self, value: Any, targets: Any, at: At) -> Any:
-        if len(self.buffers) > 1:  # other replicas' buffers are put in place before the backward
+        if len(self.buffers) > 1:  # before the backward, the module may get other replicas' buffers
             return self.forward_on_copies(value, targets, at)
         return self._forward(value, targets, {}, at, is_first_time=True)
 
     def forward_on_copies(self, value: Any, targets: Any, at: At) -> Any:
-        """Runs the forward on copies of the buffers, because the buffers will change before the backward."""
+        """Runs the forward on copies of the buffers, because the buffers may change before the backward."""
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         output = self._forward(value, targets, buffers, at, is_first_time=True)
         for name, buffer in self.module.named_buffers():
@@ -132,8 +133,8 @@ class Stage:
     def forward_again(
         self, value: Any, targets: Any, buffers: dict[str, Tensor], at: At | None = None
     ) -> Any:
-        """Repeats the forward with these buffers; the stage's own buffers stay unchanged. at: None draws from
-        the generators in their current state.
+        """Repeats the forward with the given buffers. The stage's own buffers do not change. at: the
+        microbatch whose random numbers are drawn again; None draws new ones.
         """
         return self._forward(value, targets, buffers, at, is_first_time=False)
 
@@ -160,7 +161,8 @@ class Stage:
 
 
 class ReplicaBuffers:
-    """A stage's buffers for each replica. The module has the buffers of the replica that was used last."""
+    """Stores the buffers of each replica of a stage. The module has those of the replica that was used
+    last."""
 
     def __init__(self, module: StageModule, num_replicas: int) -> None:
         self._module = module
@@ -170,7 +172,7 @@ class ReplicaBuffers:
         self._kept = [initial] * num_replicas
 
     def __len__(self) -> int:
-        """The number of replicas."""
+        """Returns the number of replicas."""
         return self._num_replicas
 
     def use(self, replica: int) -> None:
@@ -202,10 +204,10 @@ class ReplicaBuffers:
 
 
 class Recomputed:
-    """One microbatch's forward of a stage, which is repeated with newer weights just before the backward.
+    """A microbatch's forward at a stage that is repeated with newer weights just before the backward.
 
-    upstream graph -> inputs -> forward, its graph dropped     outputs (leaves) -> downstream graph -> loss
-                            \\-> repeated forward -> its outputs, with the gradients of the leaves
+    upstream graph -> inputs -> first forward -> outputs without a graph (leaves) -> downstream graph -> loss
+                            \\-> repeated forward -> outputs, which get the gradients of the leaves
     """
 
     def __init__(self, stage: Stage, inputs: Any, targets: Any, at: At) -> None:
@@ -224,7 +226,7 @@ class Recomputed:
         return map_tensors(Tensor.clone, self._outputs)
 
     def backward(self) -> None:
-        """Repeats the forward and runs its backward, after the backward of everything downstream."""
+        """Repeats the forward and runs its backward. Call it after the backward of the stages downstream."""
         with generators_kept():
             self._generators.restore()
             outputs = self._stage.forward_again(self._inputs, self._targets, self._buffers, self._at)
@@ -241,7 +243,7 @@ CutFunction = Callable[[int, int, int, Tensor], Tensor]
 
 
 class _Cut(torch.autograd.Function):
-    """Passes a tensor from one stage to another, and the gradient back, and lets across_cut change both."""
+    """Passes a tensor from one stage to another, and its gradient back. across_cut may change both."""
 
     @staticmethod
     def forward(
@@ -257,8 +259,8 @@ class _Cut(torch.autograd.Function):
 
 
 def cross(value: Any, sender: int, receiver: int, across_cut: CutFunction) -> Any:
-    """Returns the value after across_cut has changed its floating-point tensors. tensor_index counts all
-    tensors, in the structure's order.
+    """Returns the value after across_cut has changed its floating-point tensors. The tensor_index that
+    across_cut gets counts all tensors of the value.
     """
     indices = itertools.count()
 
@@ -273,9 +275,9 @@ def cross(value: Any, sender: int, receiver: int, across_cut: CutFunction) -> An
 
 
 class MinibatchStatistics:
-    """The running statistics of a stage's batch norms, if minibatches are cut into microbatches. Each
-    microbatch is normalised by its own statistics. The running statistics take one step per minibatch, by the
-    mean and variance over all microbatches of the minibatch.
+    """Updates the running statistics of a stage's batch norms if minibatches are cut into microbatches. Each
+    microbatch is normalised by its own mean and variance. The running statistics take one step per minibatch,
+    by the mean and variance over all microbatches of the minibatch.
 
     Source: GPipe (NeurIPS'19), section 2.2.
     """
@@ -286,7 +288,7 @@ class MinibatchStatistics:
 
     @contextlib.contextmanager
     def microbatch(self, *, collect: bool) -> Iterator[None]:
-        """A context around a forward. collect: whether its inputs count for the running statistics."""
+        """Wraps a forward. collect: whether the forward's inputs count for the running statistics."""
         tracking = [norm for norm in self._norms if norm.track_running_stats]
         hooks = [norm.register_forward_pre_hook(self._collect) for norm in tracking if collect]
         for norm in tracking:
@@ -300,7 +302,7 @@ class MinibatchStatistics:
                 hook.remove()
 
     def _collect(self, norm: Any, arguments: tuple[Any, ...]) -> None:
-        if not norm.training:  # perhaps switched by the forward itself
+        if not norm.training:  # the forward itself may have switched it to eval mode
             return
         self._inputs.setdefault(norm, []).append(arguments[0].detach().clone())
 
@@ -312,7 +314,7 @@ class MinibatchStatistics:
                 norm.num_batches_tracked += 1
                 if momentum is None:
                     momentum = 1 / float(norm.num_batches_tracked)
-            # (samples, channels). Positions of an image count as samples.
+            # The shape is (samples, channels). Positions of an image count as samples.
             values = torch.cat([x.transpose(0, 1).flatten(1) for x in inputs], dim=1).t()
             with torch.no_grad():
                 F.batch_norm(

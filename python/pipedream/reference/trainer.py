@@ -1,4 +1,8 @@
-"""Trains one minibatch after another, with the weight versions that a schedule reads."""
+"""Trains one minibatch after another, with the weight versions that a schedule reads.
+
+A microbatch's share is the part of its minibatch for which it counts; the shares of a minibatch add up to 1.
+A leaf is a copy of a weight version that microbatches read in place of the parameter.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains one minibatch after another."""
+    """Trains minibatches, with the steps that reference/__init__.py lists."""
 
     def __init__(
         self,
@@ -44,8 +48,8 @@ class Trainer:
     ) -> None:
         """tied: ids of the parameters that several stages use."""
         self.microbatch_versions: list[list[list[tuple[int, int]]]] = [[] for _ in stages]
-        """By stage, minibatch and microbatch: (version that the forward read, version that the backward
-        read)."""
+        """microbatch_versions[stage][minibatch][microbatch] = (version that the forward read, version that
+        the backward read)."""
         self._stages = stages
         self._versions = versions
         self._tied = tied
@@ -61,9 +65,9 @@ class Trainer:
         self._sync_every = sync_every
         self._parameters = {id(p): p for stage in stages for p in stage.parameters}
         self._bound_leaves: dict[int, Tensor] = {}
-        """The leaves that the layers read at present in place of parameters, by the parameter's id."""
+        """The leaves that the modules hold at present in place of parameters, by the parameter's id."""
         self._leaves: dict[tuple[int, int], Tensor] = {}
-        """The minibatch's leaves, by the id of a replica's parameter and by version."""
+        """All leaves of the present minibatch, by (id of a replica's parameter, version)."""
         self._histories = {
             id(p): History(p, versions.versions_back)
             for stage in stages
@@ -99,8 +103,8 @@ class Trainer:
         shares: Sequence[float],
         scale: float | None,
     ) -> list[float]:
-        """Runs all microbatches of a minibatch. Their gradients are then in the leaves. Returns each
-        microbatch's part of the minibatch's loss, except for microbatches that have no share."""
+        """Runs all microbatches of a minibatch. Their gradients are then in the leaves. Returns the part of
+        the minibatch's loss that each microbatch has. Microbatches with share 0 are left out."""
         losses = []
         backwards = []
         for microbatch, ((piece, piece_targets), share) in enumerate(zip(pieces, shares, strict=True)):
@@ -110,7 +114,7 @@ class Trainer:
             self._bind(leaves)
             loss, recomputed = self._forward(at, piece, piece_targets)
             if share == 0:
-                continue  # without a share its loss may be NaN, a mean over nothing
+                continue  # the loss may be NaN, as a mean over no samples
             # A single microbatch is not multiplied, so that it equals plain training bit for bit.
             counted = loss if self._num_microbatches == 1 else loss * share
             root = counted if scale is None else counted * scale
@@ -142,8 +146,8 @@ class Trainer:
             stage.use(0)
 
     def _carry_gradients(self, leaves: Mapping[int, Tensor]) -> None:
-        """Moves the minibatch's gradients so far to the leaves of the next backward, which may have another
-        version. Moving them keeps the order of additions: the order of the microbatches.
+        """Moves the gradients of earlier microbatches to the leaves of the next backward, if these have
+        another version. So gradients are added in the order of the microbatches.
         """
         found = {id(leaf): key for key, leaf in self._leaves.items()}
         for leaf in leaves.values():
@@ -153,7 +157,7 @@ class Trainer:
                     before.grad, leaf.grad = None, before.grad
 
     def end_round(self, num_minibatches: int) -> None:
-        """Ends the last round, however few minibatches it has."""
+        """Ends the last round, which may have fewer minibatches than other rounds."""
         begun = [
             stage_index
             for stage_index, stage in enumerate(self._stages)
@@ -171,8 +175,8 @@ class Trainer:
     def _shares(
         self, inputs: Any, targets: Any, pieces: Sequence[tuple[Any, Any]], minibatch: int
     ) -> list[float]:
-        """Returns each microbatch's share of the minibatch. Raises ValueError if the loss shows that these
-        shares are wrong.
+        """Returns the share of each microbatch. Raises ValueError if ignored labels make these shares wrong
+        (model/ignored_labels.py).
         """
         of_pieces = [piece_targets for _, piece_targets in pieces]
         if self._weight_fn is not None and self._num_microbatches > 1:
@@ -198,8 +202,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def _statistics_kept(self) -> Iterator[None]:
-        """Returns a context for a backward, in which forwards do not count for the running statistics. Layers
-        with activation checkpointing repeat their forward in the backward."""
+        """Wraps a backward. Forwards inside it, which layers with activation checkpointing repeat, do not
+        count for the running statistics."""
         with contextlib.ExitStack() as around:
             for stage in self._stages:
                 if stage.statistics is not None:
@@ -207,8 +211,8 @@ class Trainer:
             yield
 
     def _bind(self, leaves: Mapping[int, Tensor]) -> None:
-        """Makes the layers read the leaves in all places where they hold parameters. The leaves stay bound
-        for the backward, because layers with activation checkpointing run their forward again in it.
+        """Puts the leaves into the modules in place of the parameters. They stay there for the backward,
+        because layers with activation checkpointing run their forward again in it.
         """
         now = self._bound_leaves
         changed = {
@@ -225,7 +229,8 @@ class Trainer:
         self._bound_leaves = {}
 
     def _replace(self, others: Mapping[int, Tensor]) -> None:
-        """Replaces tensors, in all places that hold them. others: the new tensor by the id() of the old."""
+        """Replaces tensors in all places of the modules that hold them. others: the new tensor, by the id()
+        of the tensor that it replaces."""
         for place in list(places_of(("", stage.module) for stage in self._stages)):
             if id(place.tensor) in others and place.container is not None:
                 place.container[place.key] = place.filled(lambda tensor: others.get(id(tensor), tensor))
@@ -235,7 +240,7 @@ class Trainer:
             stage.use(self._versions.replica_of(stage_index, minibatch, microbatch))
 
     def _update_statistics(self) -> None:
-        """Updates each replica's running statistics by its own microbatches of the minibatch."""
+        """Updates the running statistics of each replica, by the replica's microbatches of this minibatch."""
         for stage in self._stages:
             for replica, statistics in enumerate(stage.statistics_of):
                 stage.use(replica)
@@ -254,8 +259,8 @@ class Trainer:
             )
 
     def _read(self, minibatch: int, microbatch: int) -> dict[int, Tensor]:
-        """Returns the leaf of each parameter, by the parameter's id, with the version that the microbatch
-        reads. Microbatches of a minibatch that read the same version share a leaf.
+        """Returns the leaves that the microbatch reads, by the parameter's id. Microbatches of a minibatch
+        that read the same version share a leaf.
         """
         leaves = {}
         for stage_index, stage in enumerate(self._stages):
@@ -272,14 +277,13 @@ class Trainer:
         return leaves
 
     def _forward(self, at: At, inputs: Any, targets: Any) -> tuple[Tensor, list[Recomputed]]:
-        """Returns the loss of a microbatch, and the forwards to repeat for its backward."""
+        """Returns the loss of a microbatch, and the forwards that must be repeated for its backward."""
         recomputed = []
         value = to_device(inputs, self._device)
         targets = to_device(targets, self._device)
         if len(self._stages) > 1:
-            # Every worker reads the data for itself, so a first layer that works in place must not change the
-            # caller's data. With one stage the data are not copied, because a plain loop would also change
-            # them.
+            # In the pipeline a first layer that works in place cannot change the caller's data, because the
+            # worker reads its own. With one stage it can, as in plain training, so the data are not copied.
             value = map_tensors(Tensor.clone, value)
         for stage_index, stage in enumerate(self._stages):
             if stage_index > 0 and self._across_cut is not None:
@@ -288,17 +292,15 @@ class Trainer:
                 recomputed.append(Recomputed(stage, value, targets, at))
                 value = recomputed[-1].outputs()
             else:
-                # All stages are in one graph. The gradient of a parameter is taken at the version that its
-                # stage read.
+                # All stages are in one graph of autograd. So each parameter's gradient is taken at the
+                # version that its stage read.
                 value = stage.forward(value, targets, at)
                 if stage_index + 1 < len(self._stages):
                     value = stage.seeding_backward(value, at)
         return check_loss(value, at[0]), recomputed
 
     def _overwrite(self, minibatch: int) -> None:
-        """Overwrites the older version that a forward read with the newest one, at stages that do not
-        stash.
-        """
+        """Overwrites the leaves with the newest version, at stages that do not stash."""
         for stage_index, stage in enumerate(self._stages):
             if self._versions.stashes(stage_index):
                 continue
@@ -307,12 +309,12 @@ class Trainer:
                 for parameter, of_replica in zip(stage.parameters, updater.parameters, strict=True):
                     for (held, version), leaf in self._leaves.items():
                         if held == id(of_replica) and version != newest and id(parameter) not in self._tied:
-                            # .data hides the change from autograd, which has saved the tensor.
+                            # With .data, autograd does not notice that a tensor that it has saved changes.
                             leaf.data.copy_(of_replica.detach())
 
     def _next_scale(self, minibatch: int) -> float | None:
-        """Returns the factor by which the minibatch's loss is multiplied in float16. The factor depends on
-        the overflows that the last stage knows of by then.
+        """Returns the factor by which the minibatch's loss is multiplied; None without float16. It depends on
+        the overflows that the last stage of the pipeline would know of.
         """
         if self._scaler is None:
             return None
@@ -329,7 +331,7 @@ class Trainer:
         return (minibatch + 1) % self._versions.minibatches_per_round(stage_index) == 0
 
     def _add_gradients(self, minibatch: int, shares: Sequence[float], scale: float | None) -> None:
-        """Adds a minibatch's gradients to the gradients of its round, in the parameters' `grad`."""
+        """Adds a minibatch's gradients to those of its round, which are in the parameters' `grad`."""
         shown = {
             id(of_replica): (stage, parameter)
             for stage in self._stages
@@ -352,13 +354,15 @@ class Trainer:
                 updater.share += shares[microbatch] if microbatch < len(shares) else 0.0
 
     def _update(self, minibatch: int, stages: Sequence[int]) -> None:
-        """Updates these stages, whose round ends with the minibatch."""
+        """Updates the stages whose rounds end with this minibatch. stages: these stages."""
         for stage_index in stages:
             updaters = self._stages[stage_index].updaters
             for updater in updaters:
-                # A replica with its own updater has computed only a part of each minibatch.
+                # If each replica has its own updater, the updater has only the replica's share of each
+                # minibatch.
                 count = len(updater.minibatches) if len(updaters) == 1 else updater.share
-                # A single minibatch is not divided, so that it equals plain training bit for bit.
+                # The gradient of a single minibatch is not divided, so that it equals plain training bit for
+                # bit.
                 for parameter in updater.parameters:
                     if parameter.grad is not None and count not in (0, 1):
                         parameter.grad /= count
@@ -379,8 +383,8 @@ class Trainer:
                 self._histories[id(parameter)].add()
 
     def _overflowed_stages(self, minibatch: int, stages: Sequence[int]) -> set[int]:
-        """Returns the stages, among `stages`, that skip the update at the end of their round. If the pipeline
-        drains, an overflow at one stage counts for all.
+        """Returns those of `stages` that skip their update, because a gradient is not finite. If the schedule
+        drains, an overflow at one stage counts for all stages.
         """
         overflowed = {
             stage_index

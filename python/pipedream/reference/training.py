@@ -1,5 +1,5 @@
-"""run() does the training that pipedream.run() would do. It evaluates the newest weights with plain loops
-over the validation data."""
+"""run() trains as pipedream.run() would, but in this process. Evaluations are plain loops over the validation
+data with the newest weights."""
 
 from __future__ import annotations
 
@@ -63,17 +63,18 @@ __all__ = ["ReferenceResult", "run"]
 @dataclass
 class ReferenceResult:
     losses: list[float]
-    """One loss per minibatch, in order, not rounded."""
+    """The loss of each minibatch, in order."""
     microbatch_versions: list[list[list[tuple[int, int]]]]
-    """microbatch_versions[stage][minibatch][microbatch] = (read by the forward, read by the backward)."""
+    """microbatch_versions[stage][minibatch][microbatch] = (weight version that the forward read, weight
+    version that the backward read)."""
 
     validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """(boundary, figures) of each evaluation, in order."""
+    """(minibatch, figures) of each evaluation, in order. The evaluation took place before this minibatch."""
 
     @property
     def versions(self) -> list[list[tuple[int, int]]]:
-        """versions[stage][minibatch]: (version of the first microbatch's forward, version of the last
-        microbatch's backward).
+        """versions[stage][minibatch] = (weight version that the first microbatch's forward read, weight
+        version that the last microbatch's backward read).
         """
         return [[(read[0][0], read[-1][1]) for read in of_stage] for of_stage in self.microbatch_versions]
 
@@ -102,25 +103,24 @@ def run(
     drained_at: Sequence[int] = (),
     validation: Validation | None = None,
 ) -> ReferenceResult:
-    """Trains the model in place as the schedule would, for any schedule that pipedream.run() accepts. The
-    arguments are run()'s, except for across_cut, update_orders and drained_at.
+    """Trains the model in place as a schedule would, for any schedule that pipedream.run() accepts. All
+    arguments but across_cut, update_orders and drained_at are those of pipedream.run().
 
-    The gradients of round j are taken at the versions that their microbatches read (see Versions). They
-    update each stage's newest version j to version j + 1. Buffers have no versions. With one worker every
-    schedule except 2bw is plain training. With one microbatch it equals plain training bit for bit.
+    The gradients of round j are taken at the versions that its microbatches read (see Versions). They update
+    each stage's newest version j to version j + 1. Buffers have no versions. With one worker every schedule
+    except 2bw is plain training. If it has one microbatch, it equals plain training bit for bit.
 
-    sync, staleness: as in run().
-    update_orders: by stage and shard, the order in which gradients were applied, as in RunResult. Needed for
-        asp, where versions depend on which replica was faster.
-    sync_every: each replica updates a copy of its stage, by its own gradients and with its own optimizer.
-        After this many rounds, and at the end, all copies become their mean.
+    sync_every: if above 1, each replica updates its own copy of the stage, by its own gradients and with its
+        own optimizer. After this number of rounds, and at the end, all copies become their mean.
     recompute: True for all stages, or the indices of some stages. It changes numbers only for unstashed,
         where the repeated forward reads the newest version.
-    across_cut: (sender, receiver, tensor_index, tensor) -> a new tensor. It replaces a floating-point
-        activation, or a gradient on the way back, between two stages. It is called in the order of the
-        microbatches. None: tensors are unchanged.
-    drained_at: minibatches before which the pipeline had drained, as RunResult.drained_at. These and later
-        minibatches read no version older than the newest one at that point.
+    across_cut: a function that changes tensors between stages, such as a codec would. It is called as
+        across_cut(sender, receiver, tensor_index, tensor) for each floating-point activation and its
+        gradient, in the order of the microbatches. It returns the new tensor. None changes no tensor.
+    update_orders: by stage and shard, the order in which gradients were applied, as in RunResult. sync="asp"
+        needs it, because the order depends on which replica was faster.
+    drained_at: minibatches before which the pipeline had drained, as RunResult.drained_at. Later minibatches
+        read no version older than the newest version at that point.
 
     Raises ValueError or TypeError for arguments that cannot run. Sources: PipeDream (SOSP'19), section 3.3;
     PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; docs/schedules.md.
@@ -152,7 +152,7 @@ def run(
         stages = [
             Stage(
                 module,
-                # At stages that stash, a repeated forward gives the same numbers as the first.
+                # At stages that stash, a repeated forward would give the same numbers, so it is left out.
                 recomputes_newest=stage_index in recomputed and not versions.stashes(stage_index),
                 backward_seed=None if base is None else backward_seed(base, stage_index),
                 autocast=functools.partial(autocast_region, device.type, dtype),
@@ -195,7 +195,7 @@ def run(
 
 
 class _EvaluatedTraining:
-    """Trains one minibatch after another, with evaluations in between."""
+    """Trains one minibatch after another, and evaluates in between."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class _EvaluatedTraining:
         if validation is None:
             return [trainer.train(minibatch, *batch) for minibatch, batch in enumerate(batches)]
         boundaries: set[int] | None = None
-        if group > 1:  # the end of the data must be known: the last group may be incomplete
+        if group > 1:  # the last group may be incomplete, so the end of the data must be known
             batches = list(batches)
             boundaries = _evaluated_boundaries(validation.every, self.epochs, group)
         for minibatch, batch in enumerate(batches):
@@ -256,7 +256,7 @@ class _EvaluatedTraining:
         self.results.append((boundary, figures))
 
     def _figures(self, validation: Validation) -> dict[str, float]:
-        """Evaluates the validation data."""
+        """Returns the figures of the newest weights on the validation data."""
         roots = (root for module in self._modules for _, root in module.roots())
         modules = [module for root in roots for module in root.modules()]
         losses: list[tuple[float, float]] = []
@@ -304,7 +304,7 @@ def _versions_of(
     staleness: int,
     drained_at: Sequence[int],
 ) -> Versions:
-    """Returns the versions of the schedule. For "auto" the plan gives the schedule and the microbatches."""
+    """Returns the Versions of the schedule. For "auto" the plan gives the schedule and the microbatches."""
     num_replicas = [stage.num_replicas for stage in plan.stages]
     if isinstance(schedule, Program):
         check_program(schedule, num_replicas, microbatches)
@@ -317,8 +317,8 @@ def _versions_of(
 
 
 def _statistics_of(module: StageModule, num_replicas: int, microbatches: int) -> list[MinibatchStatistics]:
-    """Returns the batch norms' statistics, one entry per replica. The list is empty if a minibatch has one
-    microbatch, because batch norms then update their statistics themselves.
+    """Returns Stage.statistics_of. It is empty if a minibatch has one microbatch, because batch norms then
+    update their statistics themselves.
     """
     return [MinibatchStatistics(module) for _ in range(num_replicas if microbatches > 1 else 0)]
 
@@ -331,8 +331,8 @@ def _with_layers(
     dtype: torch.dtype | None,
     seed: int | None,
 ) -> Model:
-    """Returns the model as layers. If the model is not a list of layers, it is cut by tracing minibatch 0, as
-    run() does."""
+    """Returns the model as layers. If it is not a list of layers, it is cut by tracing a forward of minibatch
+    0, as pipedream.run() does."""
     if plan.stages[-1].last_layer == 0 or not needs_cutting(model):
         return model
     assert isinstance(model, nn.Module)
@@ -341,7 +341,7 @@ def _with_layers(
             "data is an iterator, and the model is cut by a forward with its first minibatch: give data that"
             " can be iterated again, as a list, or a list of layers"
         )
-    # Reads from a copy, because some data count how often they are iterated.
+    # A copy of the data is read, because some data count how often they are iterated.
     with generators_kept():
         seed_data(base_seed(seed), seed, sum(stage.num_replicas for stage in plan.stages))
         for batch in copy.copy(data):
@@ -366,8 +366,8 @@ def _train_asynchronously(
 
 
 def _owned_parameters(module: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
-    """Returns (full name, parameter) for the parameters that the stage updates. These are all parameters that
-    it uses, except parameters that an earlier stage owns.
+    """Returns (full name, parameter) of each parameter that the stage updates. These are the parameters that
+    it uses and that no earlier stage owns.
     """
     owner = {id(tie.parameter): tie.stages[0] for tie in ties}
     stage_index = module.stage_index
@@ -396,8 +396,8 @@ def _recomputed_stages(recompute: bool | Sequence[int] | None, num_stages: int) 
 def _draws(
     modules: Sequence[StageModule], num_workers: int, seed: int | None, device: torch.device
 ) -> Iterator[tuple[int | None, RngStream | None]]:
-    """Yields (base seed, generators of the data). Both are None with one worker, which draws like a plain
-    loop.
+    """Makes random numbers as pipedream.run() draws them, within the with block. Yields (base seed,
+    generators of the data). Both are None with one worker, because it draws like a plain loop.
     """
     if num_workers == 1:
         if seed is not None:
@@ -407,8 +407,8 @@ def _draws(
     base = base_seed(seed)
     with generators_kept(), contextlib.ExitStack() as around:
         seed_all(data_seed(base))
-        # The layers and the loss are taken to draw random numbers. For layers that draw nothing this changes
-        # nothing.
+        # All layers and the loss are treated as if they drew random numbers. For a layer that draws none this
+        # has no effect.
         seen = [
             SeenDraws(
                 frozenset(range(module.first_layer, module.last_layer + 1)), in_loss=module is modules[-1]
@@ -428,7 +428,7 @@ def _draws(
 
 
 def _read_from(generators: RngStream | None, batches: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Yields the batches. The data draw from their own generators."""
+    """Yields the batches. While a batch is read, the random generators are the data's own."""
     while True:
         with generators or contextlib.nullcontext():
             batch = next(batches, None)
@@ -438,7 +438,7 @@ def _read_from(generators: RngStream | None, batches: Iterator[tuple[Any, Any]])
 
 
 def _minibatches(data: Iterable[Any], epochs: int, seen: list[int]) -> Iterator[tuple[Any, Any]]:
-    """Yields the minibatches of all epochs, and adds the epoch of each to `seen`."""
+    """Yields the minibatches of all epochs. Appends the epoch of each minibatch to `seen`."""
     minibatch = 0
     parts: list[Any] = [
         data,
@@ -463,8 +463,9 @@ def _minibatches(data: Iterable[Any], epochs: int, seen: list[int]) -> Iterator[
 
 
 def _is_due(every: str | int, epochs: Sequence[int], begin: int, end: int, *, is_end: bool = False) -> bool:
-    """Whether an evaluation is due after the boundary `begin` and no later than the boundary `end`. epochs:
-    the epoch of each minibatch. is_end: whether `end` is the end of the run.
+    """Whether Validation(every=every) wants an evaluation after minibatch `begin` has begun and before
+    minibatch `end` begins. epochs: the epoch of each minibatch. is_end: whether the run ends before minibatch
+    `end`.
     """
     if every == "epoch":
         return is_end or any(epochs[i - 1] != epochs[i] for i in range(begin + 1, end + 1))
@@ -472,8 +473,10 @@ def _is_due(every: str | int, epochs: Sequence[int], begin: int, end: int, *, is
 
 
 def _evaluated_boundaries(every: str | int, epochs: Sequence[int], group: int) -> set[int]:
-    """Returns the boundaries at which a run of these minibatches evaluates. group: the number of minibatches
-    between boundaries. An evaluation in an incomplete last group is made at the end.
+    """Returns the minibatches before which a run evaluates. epochs: the epoch of each minibatch of the run.
+
+    group: a run evaluates only before multiples of this number, and at its end. An evaluation that is due in
+    an incomplete last group is made at the end.
     """
     num_minibatches = len(epochs)
     last = (num_minibatches - 1) // group * group

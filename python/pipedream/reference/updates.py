@@ -26,8 +26,7 @@ class History:
     version."""
 
     def __init__(self, parameter: nn.Parameter, versions_back: int = 0) -> None:
-        """versions_back: a read may ask for a version that is at most this much lower than the highest read
-        before it."""
+        """versions_back: how far reads may go back. With 1, version 4 can still be read after version 5."""
         self.parameter = parameter
         self._versions_back = versions_back
         self._newest = 0
@@ -46,7 +45,8 @@ class History:
 
 
 class Updater:
-    """One stage's optimizer. It updates the newest version, which is the model's own parameters."""
+    """The optimizer and the scheduler of one stage. It updates the newest version of the weights, which is in
+    the parameters themselves."""
 
     def __init__(
         self,
@@ -55,15 +55,15 @@ class Updater:
         lr_scheduler: SchedulerFactory | None,
         draws: int | None = None,
     ) -> None:
-        """draws: the seed for random draws in steps. None: the draws come from the process's generators."""
+        """draws: the seed of random numbers in steps. None draws them from the process's generators."""
         self._draws = draws
         self._num_steps = 0
         self.parameters = [parameter for _, parameter in owned]
         self.minibatches: set[int] = set()
-        """The minibatches whose gradients are in this round's."""
+        """The minibatches of the present round whose gradients were added."""
         self.share = 0.0
-        """The sum of the shares, as parts of a minibatch, of the microbatches added so far."""
-        # A stage with nothing to train has no optimizer, because torch refuses an empty list.
+        """The sum of the shares of the microbatches whose gradients were added in the present round."""
+        # A stage without parameters to train has no optimizer, because torch refuses an empty list.
         self._optimizer = _make_optimizer(optimizer, owned) if owned else None
         self._scheduler = None
         if self._optimizer is not None and lr_scheduler is not None:
@@ -93,7 +93,7 @@ def make_updaters(
     count: int,
     draws: int | None = None,
 ) -> list[Updater]:
-    """Makes the updaters. The first has the stage's own parameters, the others have copies."""
+    """Makes `count` updaters. The first one has the stage's own parameters, the others have copies."""
     copies = [[(name, copy.deepcopy(parameter)) for name, parameter in owned] for _ in range(count - 1)]
     return [Updater(named, optimizer, lr_scheduler, draws) for named in (owned, *copies)]
 
@@ -101,10 +101,10 @@ def make_updaters(
 def _make_optimizer(
     optimizer: OptimizerFactory, named_parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """Makes the optimizer of one stage. The factory gets a list of parameters, or a list of (name, parameter)
-    pairs if its first argument is called `named_parameters`.
+    """Makes the optimizer of one stage. optimizer: a function that gets a list of parameters, or a list of
+    (name, parameter) if its first argument is called `named_parameters`.
 
-    Raises TypeError unless the factory returns a torch.optim.Optimizer.
+    Raises TypeError unless the function returns a torch.optim.Optimizer.
     """
     if not callable(optimizer):
         raise TypeError(
@@ -123,5 +123,5 @@ def _make_optimizer(
 def _first_argument(function: Callable[..., Any]) -> str | None:
     try:
         return next(iter(inspect.signature(function).parameters), None)
-    except (TypeError, ValueError):  # a builtin without a signature
+    except (TypeError, ValueError):  # builtin functions may have no signature
         return None

@@ -1,4 +1,8 @@
-"""Computes which weight version each microbatch reads, and which minibatches make a version. Pure."""
+"""Computes which weight version each microbatch reads, and which minibatches make a version.
+
+A round is the minibatches of one update of a stage. Round j makes version j + 1 of the stage. A microbatch is
+in flight at a replica between its forward and its backward. Pure.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "2bw", *DRAININ
 
 
 class Versions:
-    """Computes the table in docs/schedules.md: the version that each microbatch reads, and the round that
-    makes each version.
+    """Computes the table in docs/schedules.md.
 
-    k is the number of a microbatch, counted through the run. At a stage with r replicas, microbatch k goes to
-    replica k mod r. There it is microbatch number floor(k / r).
+    In the code k is the number of a microbatch, counted through the run. At a stage with r replicas,
+    microbatch k goes to replica k mod r. `own` counts the microbatches of one replica: microbatch k is number
+    floor(k / r) there.
     """
 
     def __init__(
@@ -34,7 +38,8 @@ class Versions:
         num_microbatches: int = 1,
         drained_at: Sequence[int] = (),
     ) -> None:
-        """drained_at: minibatches, besides the first, before which the pipeline had drained."""
+        """in_flight: the most microbatches in flight at a replica of each stage. drained_at: minibatches
+        before which the pipeline had drained, without minibatch 0."""
         check_choice("schedule", schedule, SCHEDULES)
         self.schedule = "unstashed" if schedule == "naive" else schedule
         self._in_flight = in_flight
@@ -49,7 +54,7 @@ class Versions:
 
     @property
     def versions_back(self) -> int:
-        """A read may ask for a version that is at most this much lower than the highest read before it."""
+        """How far the forwards may go back. With 1, version 4 can still be read after version 5."""
         return 0
 
     def stashes(self, stage_index: int) -> bool:
@@ -64,7 +69,7 @@ class Versions:
         return self._num_replicas[stage_index]
 
     def own_per_round(self, stage_index: int) -> int:
-        """Returns how many microbatches each replica has in a round of the stage."""
+        """Returns the number of microbatches that each replica of the stage has in a round."""
         return self._microbatches_per_round(stage_index) // self._num_replicas[stage_index]
 
     def replica_of(self, stage_index: int, minibatch: int, microbatch: int) -> int:
@@ -89,12 +94,11 @@ class Versions:
         return self.of_forward(stage_index, minibatch, microbatch)
 
     def of_tied(self, owner: int, minibatch: int, microbatch: int = 0) -> int:
-        """Returns the version of the parameters that the owner shares with other stages. All these stages
-        read the same version, in forward and backward. It counts the owner's rounds.
+        """Returns the version of tied parameters, which the owner shares with other stages. All these stages
+        read the same version, in forward and backward. The owner's rounds count.
 
-        If the schedule lets stages read different versions of their own parameters, it is the version that
-        vertical sync would read at the owner, minus the staleness. Otherwise it is the version that the owner
-        reads.
+        If the schedule drains or is 2bw, it is the version that the owner reads. Otherwise it is the version
+        that vertical sync would read at the owner, minus the staleness.
         """
         if self.drains or self.schedule == "2bw":
             return self.of_forward(owner, minibatch, microbatch)
@@ -104,8 +108,8 @@ class Versions:
 
     def mean_delay(self, stage_index: int) -> float:
         """Returns the stage's mean delay in updates. The delay of a microbatch is the number of updates
-        between the version that its forward reads and the version that its gradient changes. The mean is over
-        whole rounds, long after the start.
+        between the version that its forward reads and the version that its gradient updates. The mean is over
+        a period in which the rounds of all stages end together, long after the start.
         """
         per_round = [self.minibatches_per_round(index) for index in range(len(self._num_replicas))]
         period = math.lcm(*per_round)
@@ -125,19 +129,21 @@ class Versions:
         return self.minibatches_per_round(stage_index) * self.num_microbatches
 
     def _seen_at_input(self, k: int) -> int:
-        """Returns the number of microbatches whose updates the input stage has made when it forwards
-        microbatch k."""
+        """Returns the number of microbatches whose gradients are in the input stage's weights when it
+        forwards microbatch k."""
         own = k // self._num_replicas[0] - self._in_flight[0] + 1
         return max(0, own // self.own_per_round(0)) * self._microbatches_per_round(0)
 
     def _oldest(self, stage_index: int, minibatch: int) -> int:
-        """Returns the version at the last drain before the minibatch, which reads no older version."""
+        """Returns the stage's version at the last drain before the minibatch. The minibatch reads no older
+        version."""
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
         return begun // self.minibatches_per_round(stage_index)
 
     @property
     def num_scales_in_flight(self) -> int:
-        """How many loss scales must pass after a backoff before the next backoff."""
+        """The number of loss scales that must pass after a backoff (a lower scale) before the next
+        backoff."""
         if self.drains:
             return 1
         last = len(self._num_replicas) - 1
@@ -150,16 +156,17 @@ class Versions:
 
     @property
     def minibatches_per_scale(self) -> int:
-        """Number of consecutive minibatches with the same loss scale."""
+        """The number of consecutive minibatches that have the same loss scale."""
         return self.minibatches_per_round(len(self._num_replicas) - 1)
 
     def overflows_known(self, minibatch: int) -> set[tuple[int, int]]:
-        """Returns the updates whose overflows count for the loss scale that begins with this minibatch.
+        """Returns the updates whose overflows count for the loss scale that begins with this minibatch. An
+        update is a pair (stage, round), and counts for one scale only.
 
-        Each update is a pair (stage, round), and counts for one scale only. If the schedule drains, the
-        updates of the previous round count. Otherwise each activation that reaches the last stage reports the
-        updates that the stages have made since the previous activation. If the last stage has several
-        replicas, they receive different activations, so they exchange these reports with their updates.
+        If the schedule drains, the updates of the previous round count. Otherwise each activation that
+        reaches the last stage reports the updates that earlier stages have made since the previous
+        activation. Replicas of the last stage receive different activations, so they exchange these reports
+        with their updates.
         """
         last = len(self._num_replicas) - 1
         if self.drains:
@@ -178,9 +185,8 @@ class Versions:
     def _updated_since(
         self, stage_index: int, k: int, *, microbatches: int | None = None
     ) -> set[tuple[int, int]]:
-        """Returns (stage, round) for each update of the stage between its forwards of an earlier microbatch
-        and of microbatch k. microbatches: k minus the number of the earlier microbatch. None: the earlier
-        one is the previous microbatch of the same replica.
+        """Returns (stage, round) of each update that the stage makes between two forwards: that of microbatch
+        k - `microbatches` and that of microbatch k. None takes the previous microbatch of the same replica.
         """
         before = k - (microbatches or self._num_replicas[stage_index])
         known = self._newest_updated(stage_index, before) if before >= 0 else -1
@@ -193,13 +199,13 @@ class Versions:
         replicas = self._num_replicas[stage_index]
         own = k // replicas - self._in_flight[stage_index] + 1
         newest = own // self.own_per_round(stage_index) - 1
-        if replicas > 1:  # updates of replicas wait for half of the staleness
+        if replicas > 1:  # an update of replicas comes ceil(staleness / 2) rounds later (schedule/program.h)
             newest -= (self._staleness + 1) // 2
         return max(self._oldest(stage_index, k // self.num_microbatches) - 1, newest)
 
 
 class _Step(NamedTuple):
-    """A line of a program."""
+    """A line of a program's text."""
 
     is_in_body: bool
     opcode: str
@@ -210,7 +216,7 @@ class _Step(NamedTuple):
 
 
 class WrittenVersions(Versions):
-    """The versions in a program's text, line by line."""
+    """The versions that a user's own program reads, taken from the lines of its text."""
 
     _SECTION = re.compile(r"^(?:worker \d+|warm-up|cool-down|body every (\d+) minibatch(?:es)?)$", re.ASCII)
     _STEP = re.compile(
@@ -221,8 +227,8 @@ class WrittenVersions(Versions):
 
     def __init__(self, text: str, num_replicas: Sequence[int], drained_at: Sequence[int] = ()) -> None:
         self._stated: dict[tuple[str, int, int, int], int] = {}
-        """By opcode, stage, minibatch and microbatch: the version in the program's line. The made-up opcode
-        "UPDATED" has the number of the worker's updates of the stage before the forward.
+        """(opcode, stage, minibatch, microbatch) -> the version in the program's line. An additional opcode,
+        "UPDATED", has the number of updates that the worker makes at the stage before this forward.
         """
         self._per_body = 1
         workers = self._workers_of(text)
@@ -266,8 +272,8 @@ class WrittenVersions(Versions):
         return workers
 
     def _walk(self, steps: Sequence[_Step]) -> int:
-        """Notes a worker's lines. Returns the most microbatches that the worker has in flight at stage 0; 0
-        for a worker without that stage.
+        """Notes the versions in a worker's lines. Returns the most microbatches that the worker has in flight
+        at stage 0; returns 0 for a worker without stage 0.
         """
         updated: dict[int, int] = {}
         in_flight = in_flight_max = 0
@@ -283,8 +289,8 @@ class WrittenVersions(Versions):
         return in_flight_max
 
     def _is_drained(self, steps: Sequence[_Step]) -> bool:
-        """Whether each round ends at all of the worker's stages before the next round begins. The updates
-        must follow the backwards, in the order of the stages.
+        """Whether each round ends at all stages of the worker before the next round begins. All backwards of
+        the round must come before its updates, and the updates in the order of the stages.
         """
         newest = dict.fromkeys(sorted({step.stage for step in steps}), 0)
         num_backwards = 0
@@ -336,8 +342,8 @@ class WrittenVersions(Versions):
         return self._of("BACKWARD", stage_index, minibatch, microbatch)
 
     def of_tied(self, owner: int, minibatch: int, microbatch: int = 0) -> int:
-        """Returns the lower of two versions: the one that the input stage's forward read, counted in the
-        owner's rounds, and the one that the owner read.
+        """Returns the lower one of two versions. One is the version that the owner's forward read. The other
+        is the version that the input stage's forward read, counted in the owner's rounds.
         """
         seen = self.of_forward(0, minibatch, microbatch) * self._rounds[0] // self._rounds[owner]
         return min(seen, self.of_forward(owner, minibatch, microbatch))
@@ -346,11 +352,12 @@ class WrittenVersions(Versions):
         return self._of("UPDATED", stage_index, *divmod(k, self.num_microbatches)) - 1
 
     def _of(self, opcode: str, stage_index: int, minibatch: int, microbatch: int) -> int:
-        """Returns the version that the program's text gives. After a drain the program starts again from its
+        """Returns the version that the program's text states. After a drain the program starts again from its
         beginning.
         """
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
-        # The body has been repeated at least so often. The loop raises the number until it finds the line.
+        # `bodies` is the number of repeated bodies before the minibatch. This first value may be too low, and
+        # the loop raises it until the text has the line.
         bodies = max(0, (minibatch - begun - self._num_listed) // self._per_body)
         listed = minibatch - begun - bodies * self._per_body
         while (opcode, stage_index, listed, microbatch) not in self._stated:

@@ -51,8 +51,7 @@ def combine_reports(
         for stage, replicas in enumerate(of_stages)
     ]
     figures = [_figures_of(channel, reports) for channel in channels]
-    # measured_ms leaves out the warm-up. It is long enough to contain the slow minibatches in which the host
-    # measures memory.
+    # measured_ms leaves out this warm-up, which contains the slow minibatches in which memory is measured.
     num_in_flight = (2 * max(schedule.in_flight) + 1) * max(stage.num_replicas for stage in plan.stages)
     num_warm_up = -(-num_in_flight // m)
     return RunResult(
