@@ -37,7 +37,7 @@ class Event {
   Event& operator=(const Event&) = delete;
   virtual ~Event() = default;
 
-  // Whether everything before the last record() is done; true if there was no record().
+  // Returns whether everything before the last record() is done; true if there was no record().
   [[nodiscard]] virtual bool done() const = 0;
   // Blocks the calling CPU thread until done().
   virtual void wait() const = 0;
@@ -66,13 +66,13 @@ class Stream {
   // Enqueues a function that runs on a CPU thread, in stream order. It must be short and must not call the
   // device.
   virtual void call(std::function<void()> function) = 0;
-  // Whether a CUDA graph is being captured from this stream. If so, record() or wait() would become part of
-  // that graph.
+  // Returns whether a CUDA graph is being captured from this stream. If so, record() or wait() would become
+  // part of that graph.
   [[nodiscard]] virtual bool is_capturing() const { return false; }
   // Blocks the calling CPU thread until everything enqueued is done. After an error of the device it throws
   // DeviceError, and no function of call() runs any more.
   virtual void synchronize() = 0;
-  // The handle that Device::wrap_stream() takes; 0 on the host.
+  // Returns the handle that Device::wrap_stream() takes; 0 on the host.
   [[nodiscard]] virtual std::uintptr_t native_handle() const { return 0; }
 };
 
@@ -100,7 +100,8 @@ inline constexpr std::size_t kMemoryHandleBytesMax = 256;
 // unmapped it.
 class ExportedMemory : public Memory {
  public:
-  // The handle that Device::import_memory() takes: arbitrary bytes, at most kMemoryHandleBytesMax of them.
+  // Returns the handle that Device::import_memory() takes: arbitrary bytes, at most kMemoryHandleBytesMax of
+  // them.
   [[nodiscard]] virtual const std::string& handle() const = 0;
 };
 
@@ -154,7 +155,7 @@ class Device {
   // nothing.
   virtual void synchronize() {}
 
-  // Whether the CPU can read device memory. If so, tensors are sent without a staging buffer.
+  // Returns whether the CPU can read device memory. If so, tensors are sent without a staging buffer.
   [[nodiscard]] virtual bool device_memory_is_host_memory() const = 0;
 
   // Allocates zeroed device memory that other processes can map. Returns null if that is not possible, and
@@ -173,9 +174,9 @@ class Device {
 
 [[nodiscard]] std::unique_ptr<Device> make_host_device();
 
-// Whether CUDA can be used. It needs a build with CUDA, a driver that is new enough, and a device that runs
-// this build's kernels. why_no_cuda() is the reason why CUDA cannot be used, or empty. Neither function makes
-// a context.
+// Returns whether CUDA can be used. It needs a build with CUDA, a driver that is new enough, and a device
+// that runs this build's kernels. why_no_cuda() is the reason why CUDA cannot be used, or empty. Neither
+// function makes a context.
 [[nodiscard]] bool cuda_available();
 [[nodiscard]] std::string why_no_cuda();
 [[nodiscard]] bool built_with_cuda();

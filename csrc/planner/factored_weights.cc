@@ -10,7 +10,7 @@ bool are_smaller(const FactoredWeight& weight, std::int64_t num_replicas) {
   return static_cast<double>(num_replicas) * weight.factor_bytes < 2 * weight.weight_bytes;
 }
 
-// The largest number of replicas with which the weight is pushed as factors; below 2 if it never is.
+// Returns the largest number of replicas with which the weight is pushed as factors; below 2 if it never is.
 std::int64_t replicas_max(const FactoredWeight& weight) {
   if (are_smaller(weight, kNumReplicasMax)) return kNumReplicasMax;
   if (!are_smaller(weight, 2)) return 1;

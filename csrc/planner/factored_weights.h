@@ -35,9 +35,9 @@ class FactoredWeights {
 
   void add(const FactoredWeight& weight);
   [[nodiscard]] bool empty() const { return groups_.empty(); }
-  // The sum over the weights that are pushed as factors with this many replicas.
+  // Returns the sum over the weights that are pushed as factors with this many replicas.
   [[nodiscard]] Sum of(std::int64_t num_replicas) const;
-  // The largest number of replicas for which of() returns the same sum.
+  // Returns the largest number of replicas for which of() returns the same sum.
   [[nodiscard]] std::int64_t last_alike(std::int64_t num_replicas) const;
 
  private:
@@ -46,8 +46,8 @@ class FactoredWeights {
     Sum sum;  // over this group and the groups after it, which allow even more replicas
   };
 
-  // The index of the first group that goes as factors with this many replicas, or groups_.size() if none
-  // does.
+  // Returns the index of the first group that goes as factors with this many replicas, or groups_.size() if
+  // none does.
   [[nodiscard]] std::size_t first_from(std::int64_t num_replicas) const;
 
   std::vector<Group> groups_;  // ascending in num_replicas_max, each number once

@@ -22,8 +22,8 @@ struct LaneChunks {
   double update_ms = 0;  // time to update one chunk while the next arrives; 0 if updates wait for all chunks
 };
 
-// Whether the edge carries pushes or pulls. They go between the replicas of a stage, and share a line of
-// their own.
+// Returns whether the edge carries pushes or pulls. They go between the replicas of a stage, and share a line
+// of their own.
 [[nodiscard]] constexpr bool is_exchange(EdgeKind kind) {
   return kind == EdgeKind::kPush || kind == EdgeKind::kPull;
 }

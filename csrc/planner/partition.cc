@@ -149,7 +149,7 @@ void for_each_stage_within(const Problem& problem, double bottleneck_s, IsReacha
   }
 }
 
-// Whether at most num_workers workers can cover all layers within bottleneck_s.
+// Returns whether at most num_workers workers can cover all layers within bottleneck_s.
 bool is_feasible(const Problem& problem, double bottleneck_s) {
   constexpr std::int64_t kUnreached = std::numeric_limits<std::int64_t>::max();
   // fewest_workers[j]: the fewest workers that cover the layers before j.

@@ -45,7 +45,7 @@ struct SimulatedRun {
 [[nodiscard]] SimulatedRun simulate(const std::vector<std::vector<Instruction>>& programs,
                                     const Timing& timing);
 
-// The number of stages in the lists: one more than the highest stage that has an instruction.
+// Returns the number of stages in the lists: one more than the highest stage that has an instruction.
 [[nodiscard]] std::size_t num_stages_of(const std::vector<std::vector<Instruction>>& programs);
 
 // Returns milliseconds per minibatch of the schedule's lists in the steady state, as simulate() and

@@ -37,7 +37,7 @@ struct StageCost {
     for (const FactoredWeight& weight : layer.factors) factored.add(weight);
   }
 
-  // The time that a replica takes to multiply the other replicas' factors, in addition to compute_s.
+  // Returns the time that a replica takes to multiply the other replicas' factors, in addition to compute_s.
   [[nodiscard]] double products_s(std::int64_t num_replicas) const {
     if (factored.empty()) return 0;
     return static_cast<double>(num_replicas - 1) * factored.of(num_replicas).product_s;

@@ -10,7 +10,7 @@
 namespace pipedream {
 namespace {
 
-// The number of edges from one replica of the stage to replicas of its neighbour.
+// Returns the number of edges from one replica of the stage to replicas of its neighbour.
 std::int64_t num_edges(const StageCopies& stage, const StageCopies& neighbour) {
   if (neighbour.num_replicas == 0) return 0;
   return neighbour.num_replicas / std::gcd(stage.num_replicas, neighbour.num_replicas);
@@ -30,7 +30,7 @@ double largest_tensor(const ReplicaWeights& weights) {
   return std::min(weights.largest, weights.all - weights.factored);
 }
 
-// The most bytes of dense weights that one replica may own.
+// Returns the most bytes of dense weights that one replica may own.
 double shard_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, const ShardShare& share,
                    const MemoryCosts& costs) {
   const double even = share.most * (weights.all - weights.factored);
@@ -38,7 +38,7 @@ double shard_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, con
   return even + (1 - 1 / static_cast<double>(num_replicas)) * largest_tensor(weights);
 }
 
-// The bytes of gradients and of their copies, at a stage with shards.
+// Returns the bytes of gradients and of their copies, at a stage with shards.
 double gradient_bytes(const ReplicaWeights& weights, std::int64_t num_versions, double others,
                       const MemoryCosts& costs) {
   std::int64_t rounds = 1 + (costs.staleness + 1) / 2;
@@ -48,7 +48,7 @@ double gradient_bytes(const ReplicaWeights& weights, std::int64_t num_versions, 
   return static_cast<double>(rounds) * (weights.all - weights.factored + copies + weights.factors);
 }
 
-// The bytes of the slots for other replicas' pushes and for pulls, at a stage with shards.
+// Returns the bytes of the slots for other replicas' pushes and for pulls, at a stage with shards.
 double slots_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, double shard, double others,
                    const MemoryCosts& costs) {
   const auto num_others = static_cast<double>(num_replicas - 1);
@@ -79,14 +79,14 @@ double encoded_bytes(const EncodedItems& items, bool stages_apart) {
   return static_cast<double>(items.num_channels) * of_channel * items.item_bytes;
 }
 
-// The number of minibatches to which a replica's microbatches in flight belong.
+// Returns the number of minibatches to which a replica's microbatches in flight belong.
 std::int64_t num_minibatches_of(const StageCopies& copies, const MemoryCosts& costs) {
   const std::int64_t later = divide_up((copies.in_flight - 1) * copies.num_replicas, costs.num_microbatches);
   return std::min(copies.in_flight, 1 + later);
 }
 
-// The share of the dense weights that a replica owns. A search does not know the number of spares yet. If
-// there may be spares, a replica owns less or nothing.
+// Returns the share of the dense weights that a replica owns. A search does not know the number of spares
+// yet. If there may be spares, a replica owns less or nothing.
 ShardShare share_of(std::int64_t num_replicas, const MemoryCosts& costs) {
   const double even = 1 / static_cast<double>(num_replicas);
   return {even, costs.has_spares || costs.whole_tensors ? 0 : even};

@@ -152,7 +152,7 @@ struct StageCopies {
   std::int64_t num_versions = 0;   // that each replica keeps, without the versions for a staleness
   std::int64_t own_per_round = 1;  // c: how many microbatches of a round a replica has
 
-  // The copies under schedule "pipedream": c = lcm(m, r) / r, and 1 + ceil((n - 1) / c) versions.
+  // Returns the copies under schedule "pipedream": c = lcm(m, r) / r, and 1 + ceil((n - 1) / c) versions.
   [[nodiscard]] static StageCopies stashing(std::int64_t num_replicas, std::int64_t in_flight,
                                             std::int64_t num_microbatches);
 };
@@ -166,7 +166,8 @@ struct StageCopies {
 [[nodiscard]] double crossing_bytes(double input_bytes, const StageCopies& copies, const StageCopies& above,
                                     const MemoryCosts& costs);
 
-// An upper bound of crossing_bytes() for every possible stage upstream in a plan of num_workers workers.
+// Returns an upper bound of crossing_bytes() for every possible stage upstream in a plan of num_workers
+// workers.
 [[nodiscard]] double crossing_bytes_max(double input_bytes, const StageCopies& copies,
                                         std::int64_t num_workers, const MemoryCosts& costs);
 

@@ -38,7 +38,7 @@ UpdateEnds update_ends(const std::vector<TimedStep>& row) {
   return ends;
 }
 
-// The number of minibatches between two updates, or 1 if there is only one update.
+// Returns the number of minibatches between two updates, or 1 if there is only one update.
 std::int64_t minibatches_per_update(const UpdateEnds& ends) {
   return ends.size() > 1 ? ends[1].minibatch - ends[0].minibatch : 1;
 }
@@ -52,7 +52,7 @@ std::int64_t num_started_before_update(const std::vector<TimedStep>& row) {
   return num_started;
 }
 
-// The milliseconds of work between two times at which no step is under way.
+// Returns the milliseconds of work between two times at which no step is under way.
 double busy_ms(const std::vector<TimedStep>& row, double begin_ms, double end_ms) {
   double busy_ms = 0;
   for (const TimedStep& step : row) {

@@ -40,7 +40,7 @@ constexpr std::uint64_t pack(Head head) {
   return std::uint64_t{head.top} | std::uint64_t{head.num_free} << 16 | std::uint64_t{head.tag} << 32;
 }
 
-// The distance between two slots, in bytes. Throws UserError if the term's sum overflows.
+// Returns the distance between two slots, in bytes. Throws UserError if the term's sum overflows.
 std::size_t stride_of(const PoolTerm& term) {
   std::size_t padded_bytes = 0;
   std::size_t sum_bytes = 0;

@@ -44,17 +44,17 @@ struct PoolTerm {
 inline constexpr std::size_t kSlotAlignment = 256;
 inline constexpr std::int64_t kNumSlotsMax = 65535;  // the most slots of one term
 
-// The distance in bytes between two slots of slot_bytes. Another process that shares the term's memory uses
-// it to find the slots.
+// Returns the distance in bytes between two slots of slot_bytes. Another process that shares the term's
+// memory uses it to find the slots.
 [[nodiscard]] constexpr std::size_t slot_stride_bytes(std::size_t slot_bytes) {
   return (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
 
 inline constexpr std::byte kPoisonByte{0xFF};
 
-// Whether free slots are poisoned: true if $PIPEDREAM_POISON is 1, false if it is 0. If the variable is not
-// set: true in debug builds (CMAKE_BUILD_TYPE=Debug), false in other builds. Throws UserError for another
-// value.
+// Returns whether free slots are poisoned: true if $PIPEDREAM_POISON is 1, false if it is 0. If the variable
+// is not set: true in debug builds (CMAKE_BUILD_TYPE=Debug), false in other builds. Throws UserError for
+// another value.
 [[nodiscard]] bool poison_by_default();
 
 class SlotGroup;

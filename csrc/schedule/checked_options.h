@@ -21,17 +21,18 @@ namespace pipedream {
 [[nodiscard]] std::vector<StageIndex> stages_at(const ScheduleOptions& options, Rank rank);
 [[nodiscard]] std::int64_t in_flight_at(const ScheduleOptions& options, StageIndex stage);
 
-// The number of rounds by which an update comes later than the last backward that it needs. At a stage with
-// one replica it is 0. At a replicated stage it is half of the staleness, rounded up, which is the time for
-// other replicas' gradients to arrive.
+// Returns the number of rounds by which an update comes later than the last backward that it needs. At a
+// stage with one replica it is 0. At a replicated stage it is half of the staleness, rounded up, which is the
+// time for other replicas' gradients to arrive.
 [[nodiscard]] std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] MicrobatchOrder order_of(const ScheduleOptions& options);
-// The stage's rounds, but with positions of order_of() in place of microbatches. Positions without a
+// Returns the stage's rounds, but with positions of order_of() in place of microbatches. Positions without a
 // microbatch count too.
 [[nodiscard]] Rounds positions_of(const ScheduleOptions& options, StageIndex stage);
-// The largest number of positions of order_of() that the worker may have forwarded and not yet backwarded.
+// Returns the largest number of positions of order_of() that the worker may have forwarded and not yet
+// backwarded.
 [[nodiscard]] std::int64_t window_of(const ScheduleOptions& options, Rank rank);
-// The rule for the versions that backwards read (program.cc).
+// Returns the rule for the versions that backwards read (program.cc).
 [[nodiscard]] VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage);
 
 }  // namespace pipedream

@@ -71,8 +71,8 @@ bool ComputeCursor::may_set_num_minibatches(std::int64_t num_minibatches) const 
          positions_.num_own(replica_, num_minibatches) >= num_forwarded_;
 }
 
-// The next instruction of a written program, with the run's numbers of minibatch and version. If the stage
-// recomputes, a RECOMPUTE comes before each backward.
+// Returns the next instruction of a written program, with the run's numbers of minibatch and version. If the
+// stage recomputes, a RECOMPUTE comes before each backward.
 std::optional<Instruction> ComputeCursor::listed() const {
   const std::int64_t first_version = rounds_.first_version().value();
   if (num_minibatches_) {

@@ -28,7 +28,7 @@ class StageChecker {
   void apply(const Instruction& instruction);
   [[nodiscard]] Fault missing_at_end() const;
 
-  // Whether the stage still has backwards of this round to do.
+  // Returns whether the stage still has backwards of this round to do.
   [[nodiscard]] bool has_backwards_left(std::int64_t round) const {
     return num_backwarded_ < end_of_round(round);
   }
@@ -57,7 +57,8 @@ class StageChecker {
     return "minibatch " + std::to_string(rounds_.minibatch_of(number).value()) + " microbatch " +
            std::to_string(rounds_.microbatch_of(number).value());
   }
-  // How many of the replica's items come before the round. end_of_round() counts those before the next round.
+  // Returns how many of the replica's items come before the round. end_of_round() counts those before the
+  // next round.
   [[nodiscard]] std::int64_t begin_of_round(std::int64_t round) const {
     return std::min(num_own_, (round - rounds_.first_version().value()) * rounds_.own_per_round());
   }
@@ -275,8 +276,8 @@ Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const 
          std::to_string(newest_) + ", and " + std::to_string(num_kept_) + " are kept";
 }
 
-// The number of versions that are live while an instruction with this opcode runs. Live are the newest
-// version, the one that an update writes, and older ones that will still be read.
+// Returns the number of versions that are live while an instruction with this opcode runs. Live are the
+// newest version, the one that an update writes, and older ones that will still be read.
 //
 // A slot holds the replica's own shard and the shards that other replicas update. These may have different
 // versions, so the larger of the two counts is returned.
@@ -302,8 +303,8 @@ std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
   return std::max(num_own_shard, newest_coming() - first + 1);
 }
 
-// The newest version that other replicas may have written. They may have updated every round whose backwards
-// this replica has done.
+// Returns the newest version that other replicas may have written. They may have updated every round whose
+// backwards this replica has done.
 std::int64_t StageChecker::newest_coming() const {
   return rounds_.first_version().value() + num_backwarded_ / rounds_.own_per_round();
 }

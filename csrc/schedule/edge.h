@@ -34,7 +34,7 @@ inline constexpr std::array<EdgeKind, 8> kEdgeKinds = {
 [[nodiscard]] const char* edge_kind_name(EdgeKind kind);  // "activation", "tied_gradient", ...
 [[nodiscard]] std::optional<EdgeKind> find_edge_kind(std::string_view name);
 
-// Whether items of the kind go from a stage to its neighbour upstream.
+// Returns whether items of the kind go from a stage to its neighbour upstream.
 [[nodiscard]] constexpr bool goes_upstream(EdgeKind kind) { return kind == EdgeKind::kGradient; }
 
 struct StageReplica {
@@ -61,7 +61,7 @@ struct Edge {
 inline constexpr std::int64_t kNumGradientSlots = 2;
 // The most items that may wait on an edge of kind kEvaluation. While that many wait, the sender waits, too.
 inline constexpr std::int64_t kNumEvaluationSlots = 2;
-// The most items that a sender may hold because they are not sent yet. in_flight_upstream: the most
+// Returns the most items that a sender may hold because they are not sent yet. in_flight_upstream: the most
 // microbatches in flight at the upstream one of the two stages. Each unsent item belongs to one of these
 // microbatches. The factor 2 and the 4 are a reserve for slots that the neighbour frees late.
 [[nodiscard]] constexpr std::int64_t num_unsent_max(std::int64_t in_flight_upstream) {

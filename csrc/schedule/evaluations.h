@@ -43,7 +43,7 @@ namespace pipedream {
 // The most validation minibatches of one evaluation. One number is left for the item that ends the block.
 inline constexpr std::int64_t kEvaluatedMinibatchesMax = kNumMicrobatchesMax - 1;
 
-// The weight version that a stage with these rounds has at the boundary.
+// Returns the weight version that a stage with these rounds has at the boundary.
 [[nodiscard]] WeightVersion version_at_boundary(const Rounds& rounds, MinibatchId boundary);
 
 class Evaluations {
@@ -53,21 +53,21 @@ class Evaluations {
   // Requests an evaluation at the boundary. It is called while the first forward of the boundary's minibatch
   // is the worker's next instruction, or when the program is over. Boundaries ascend.
   void begin(MinibatchId boundary);
-  // Whether an evaluation may come before `forward`, which the worker would do next. It may before the first
-  // forward of a boundary's minibatch, if the schedule drains. newest: see is_due().
+  // Returns whether an evaluation may come before `forward`, which the worker would do next. It may before
+  // the first forward of a boundary's minibatch, if the schedule drains. newest: see is_due().
   [[nodiscard]] bool may_be_before(const Instruction& forward, WeightVersion newest) const;
-  // Whether the EVALUATE current() comes before `next`, which the worker would compute next. `next` is empty
-  // at the end of the program. newest: the newest version that all stages of the worker have.
+  // Returns whether the EVALUATE current() comes before `next`, which the worker would compute next. `next`
+  // is empty at the end of the program. newest: the newest version that all stages of the worker have.
   [[nodiscard]] bool is_due(const std::optional<Instruction>& next, WeightVersion newest) const;
 
-  // The EVALUATE to do next. This function and those below may be called only while is_due().
+  // Returns the EVALUATE to do next. This function and those below may be called only while is_due().
   [[nodiscard]] Instruction current() const;
   void advance();
   // Says that current() is the last EVALUATE of its stage. It has the same microbatch number at all stages of
   // a worker. So if end() is called for several stages, it must be at the same number.
   void end();
-  // Whether current() may be the last EVALUATE of its stage; with is_last false, whether it may be an earlier
-  // one. Call this before you trust what another process says about it.
+  // Returns whether current() may be the last EVALUATE of its stage; with is_last false, whether it may be an
+  // earlier one. Call this before you trust what another process says about it.
   [[nodiscard]] bool may_be(bool is_last) const;
 
  private:

@@ -8,8 +8,8 @@
 namespace pipedream {
 namespace {
 
-// The number of bodies after which no count of facts changes any more. By then the reads of all workers
-// repeat, even of the worker with the longest warm-up.
+// Returns the number of bodies after which no count of facts changes any more. By then the reads of all
+// workers repeat, even of the worker with the longest warm-up.
 std::int64_t num_bodies_until_steady(const ListedReads& reads) {
   return 2 + reads.end() / reads.numbers_per_body();
 }
@@ -48,8 +48,8 @@ void ListedProgram::count_facts() {
   }
 }
 
-// The versions that the stage's microbatches read, by microbatch number, over all replicas. stash: chooses
-// the opcode whose reads are returned, for instance kKept the forwards.
+// Returns the versions that the stage's microbatches read, by microbatch number, over all replicas. stash:
+// chooses the opcode whose reads are returned, for instance kKept the forwards.
 ListedReads ListedProgram::reads_of(StageIndex stage, Stash stash) const {
   const Rounds& rounds = rounds_of_stage(stage);
   const std::int64_t own_per_body = versions_per_body(stage) * rounds.own_per_round();
@@ -88,8 +88,8 @@ ListedReads ListedProgram::tied_reads_of(StageIndex owner) const {
   return {std::move(versions), of_input.numbers_per_body(), versions_per_body(owner)};
 }
 
-// The largest number of versions of the owner's shared parameters that exist at one stage at the same time.
-// The stage is the owner or a stage downstream of it.
+// Returns the largest number of versions of the owner's shared parameters that exist at one stage at the same
+// time. The stage is the owner or a stage downstream of it.
 std::int64_t ListedProgram::count_tied_versions(StageIndex owner, const ListedReads& tied) const {
   std::int64_t num_kept = 1;
   for (const Place& place : placement_.places()) {
@@ -146,9 +146,9 @@ void ListedProgram::count_at(const Place& place, Facts& facts) const {
   }
 }
 
-// Whether the worker's list drains. In a list that drains, each forward comes after the update of the round
-// before and reads the version of that update. The updates of a round come after all its backwards, in the
-// order of the worker's stages.
+// Returns whether the worker's list drains. In a list that drains, each forward comes after the update of the
+// round before and reads the version of that update. The updates of a round come after all its backwards, in
+// the order of the worker's stages.
 bool ListedProgram::drains_at(Rank rank) const {
   const std::vector<StageIndex> stages = placement_.stages_at(rank);
   const Rounds& rounds = rounds_of_stage(stages.front());

@@ -61,7 +61,7 @@ class ListedProgram {
       return std::span(instructions).subspan(num_warm_up);
     }
     [[nodiscard]] std::int64_t body_length() const { return static_cast<std::int64_t>(body().size()); }
-    // The number of instructions in the warm-up and num_bodies bodies.
+    // Returns the number of instructions in the warm-up and num_bodies bodies.
     [[nodiscard]] std::int64_t length(std::int64_t num_bodies) const {
       return static_cast<std::int64_t>(num_warm_up) + num_bodies * body_length();
     }
@@ -94,13 +94,15 @@ class ListedProgram {
   [[nodiscard]] std::int64_t minibatches_per_round(StageIndex stage) const {
     return rounds_of_stage(stage).minibatches_per_round;
   }
-  // Whether all stages have the same rounds, and each finishes a round before it forwards the next one.
+  // Returns whether all stages have the same rounds, and each finishes a round before it forwards the next
+  // one.
   [[nodiscard]] bool drains() const { return drains_; }
 
-  // The number of minibatches that the lists name. The minibatches after these repeat those of the body.
+  // Returns the number of minibatches that the lists name. The minibatches after these repeat those of the
+  // body.
   [[nodiscard]] std::int64_t num_minibatches_listed() const;
 
-  // The instruction at this position of a worker's list, in which the body repeats without end.
+  // Returns the instruction at this position of a worker's list, in which the body repeats without end.
   [[nodiscard]] Instruction at(Rank rank, std::int64_t position) const;
   // Returns the same phase as phase_of() in program.h, for a run that starts with minibatch 0.
   [[nodiscard]] Phase phase_of(const Instruction& instruction,
@@ -119,7 +121,7 @@ class ListedProgram {
   [[nodiscard]] const ListedReads& backward_reads(StageIndex stage) const {
     return facts_of(stage).backwards;
   }
-  // The versions that the owner and its users read of the parameters that they share.
+  // Returns the versions that the owner and its users read of the parameters that they share.
   [[nodiscard]] const ListedReads& tied_reads(StageIndex owner) const { return facts_of(owner).tied; }
 
   friend bool operator==(const ListedProgram& one, const ListedProgram& other) {
@@ -175,10 +177,10 @@ class ListedProgram {
   void count_at(const Place& place, Facts& facts) const;
   [[nodiscard]] bool drains_at(Rank rank) const;
 
-  // How often the body has run before the position. It is 0 in the warm-up and in the first body.
+  // Returns how often the body has run before the position. It is 0 in the warm-up and in the first body.
   [[nodiscard]] std::int64_t num_bodies_before(Rank rank, std::int64_t position) const;
   [[nodiscard]] Instruction later_by(Instruction instruction, std::int64_t bodies) const;
-  // The number of minibatches of a run that ends with the last minibatch of the worker's first body.
+  // Returns the number of minibatches of a run that ends with the last minibatch of the worker's first body.
   [[nodiscard]] std::int64_t minibatches_of_one_body(Rank rank) const;
   [[nodiscard]] std::vector<Instruction> cool_down(Rank rank) const;
   [[nodiscard]] std::string comment_on(Rank rank) const;
@@ -204,7 +206,7 @@ class ListedProgram {
   bool drains_ = false;
 };
 
-// The options of a run of the program. They point to the program, which must outlive them.
+// Returns the options of a run of the program. They point to the program, which must outlive them.
 [[nodiscard]] ScheduleOptions options_of_run(const ListedProgram& program);
 
 }  // namespace pipedream

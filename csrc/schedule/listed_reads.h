@@ -20,21 +20,21 @@ class ListedReads {
     const std::int64_t bodies = num_bodies_before(number);
     return versions_[index_of(number, bodies)] + bodies * versions_per_body_;
   }
-  // The oldest version that the microbatch with this number, or any later one, reads.
+  // Returns the oldest version that the microbatch with this number, or any later one, reads.
   [[nodiscard]] std::int64_t oldest_from(std::int64_t number) const {
     const std::int64_t bodies = num_bodies_before(number);
     return oldest_[index_of(number, bodies)] + bodies * versions_per_body_;
   }
-  // The newest version that the microbatch with this number, or any earlier one, reads.
+  // Returns the newest version that the microbatch with this number, or any earlier one, reads.
   [[nodiscard]] std::int64_t newest_until(std::int64_t number) const;
-  // The most by which newest_until() grows over num_numbers microbatches.
+  // Returns the most by which newest_until() grows over num_numbers microbatches.
   [[nodiscard]] std::int64_t num_new_max(std::int64_t num_numbers) const;
-  // How many updates older, on average, the version that a microbatch reads is than the version that its
-  // round updates. The mean is over the microbatches of one body. A round has microbatches_per_round
+  // Returns how many updates older, on average, the version that a microbatch reads is than the version that
+  // its round updates. The mean is over the microbatches of one body. A round has microbatches_per_round
   // microbatches.
   [[nodiscard]] double mean_delay(std::int64_t microbatches_per_round) const;
 
-  // The length of the list. The microbatch with this number is the first that repeats an entry.
+  // Returns the length of the list. The microbatch with this number is the first that repeats an entry.
   [[nodiscard]] std::int64_t end() const { return static_cast<std::int64_t>(versions_.size()); }
   [[nodiscard]] std::int64_t numbers_per_body() const { return numbers_per_body_; }
 

@@ -31,7 +31,7 @@ struct MicrobatchOrder {
     std::int64_t microbatch = 0;
   };
 
-  // The number of positions of one minibatch, skipped positions included.
+  // Returns the number of positions of one minibatch, skipped positions included.
   [[nodiscard]] std::int64_t num_positions() const {
     return (num_microbatches + group_size - 1) / group_size * group_size * num_chunks;
   }
@@ -53,7 +53,7 @@ struct MicrobatchOrder {
   [[nodiscard]] std::int64_t backward_position(Item item) const {
     return forward_position({num_chunks - 1 - item.chunk, item.microbatch});
   }
-  // The position of the last forward, and also of the last backward, that is not skipped.
+  // Returns the position of the last forward, and also of the last backward, that is not skipped.
   [[nodiscard]] std::int64_t last_position() const {
     return forward_position({num_chunks - 1, num_microbatches - 1});
   }

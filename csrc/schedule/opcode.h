@@ -119,7 +119,7 @@ inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
 [[nodiscard]] constexpr bool is_of_boundary(Opcode opcode) {
   return traits_of(opcode).scope == Scope::kBoundary;
 }
-// Whether instructions with this opcode belong to an evaluation (evaluations.h).
+// Returns whether instructions with this opcode belong to an evaluation (evaluations.h).
 [[nodiscard]] constexpr bool is_of_evaluation(Opcode opcode) {
   return traits_of(opcode).makes == EdgeKind::kEvaluation;
 }

@@ -40,7 +40,7 @@ class Placement {
   [[nodiscard]] std::int64_t num_spares() const { return num_spares_; }  // of all stages together
   [[nodiscard]] Rank rank_of(StageIndex stage, ReplicaIndex replica = {}) const;
 
-  // The places at the rank, in the order of stages. Empty for a rank that the placement does not use.
+  // Returns the places at the rank, in the order of stages. Empty for a rank that the placement does not use.
   [[nodiscard]] std::vector<Place> places_at(Rank rank) const;
   [[nodiscard]] std::vector<StageIndex> stages_at(Rank rank) const;
   [[nodiscard]] const std::vector<Place>& places() const { return places_; }

@@ -19,8 +19,8 @@ namespace {
 // sum of the r_s, inside 64 bits.
 constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
-// How many microbatches late the weights of a forward are (ReadDelay). It counts microbatches of one replica
-// of the stage, or under vertical sync of one replica of the input stage.
+// Returns how many microbatches late the weights of a forward are (ReadDelay). It counts microbatches of one
+// replica of the stage, or under vertical sync of one replica of the input stage.
 std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
   switch (rules_of(options).delay) {
     case ReadDelay::kNone:
@@ -41,7 +41,7 @@ std::int64_t backward_delay(const ScheduleOptions& options, StageIndex stage) {
   return rules_of(options).stashes ? forward_delay(options, stage) : 0;
 }
 
-// The weight version of the stage with which the pipeline began.
+// Returns the weight version of the stage with which the pipeline began.
 std::int64_t begun_with(const ScheduleOptions& options, const Rounds& rounds) {
   return rounds.round_of(options.oldest_minibatch.value_or(options.first_minibatch));
 }

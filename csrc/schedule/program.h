@@ -170,7 +170,7 @@ struct ScheduleOptions {
 //   - options that exclude each other (exclusions.h).
 // All functions below expect options that this function accepts, and stages and microbatches of the plan.
 void check_schedule_options(const ScheduleOptions& options);
-// The smallest num_microbatches that the other options allow.
+// Returns the smallest num_microbatches that the other options allow.
 [[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
@@ -183,7 +183,7 @@ inline constexpr std::int64_t kStalenessMax = std::int64_t{1} << 20;
 // Throws UserError if the number is below the first minibatch or above kNumMinibatchesMax.
 void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_minibatches);
 
-// The names that `schedule` may have, in the order of the table above.
+// Returns the names that `schedule` may have, in the order of the table above.
 [[nodiscard]] const std::vector<std::string>& schedule_names();
 
 [[nodiscard]] std::int64_t num_stages(const ScheduleOptions& options);
@@ -191,48 +191,48 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 // Returns options.placement, or stage s at rank s if that is empty.
 [[nodiscard]] Placement placement_of(const ScheduleOptions& options);
 [[nodiscard]] bool has_replicas(const ScheduleOptions& options);  // whether any stage has replicas
-// The stage's Rounds: how its microbatches go to replicas and updates.
+// Returns the stage's Rounds: how its microbatches go to replicas and updates.
 [[nodiscard]] Rounds rounds_of(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options);
-// The number of minibatches after which the rounds of all stages end together: lcm(m, all r_s) / m. The
-// result is exact up to kMinibatchesPerRoundMax. A larger result only says that the number is larger.
+// Returns the number of minibatches after which the rounds of all stages end together: lcm(m, all r_s) / m.
+// The result is exact up to kMinibatchesPerRoundMax. A larger result only says that the number is larger.
 [[nodiscard]] std::int64_t minibatches_between_drains(const ScheduleOptions& options);
 
-// Whether every round is finished at all stages before the next round starts at any stage, as under flush,
-// gpipe, interleaved, model_parallel and data_parallel. Then a norm over all stages can be taken before the
-// updates. Without replicas a round is one minibatch.
+// Returns whether every round is finished at all stages before the next round starts at any stage, as under
+// flush, gpipe, interleaved, model_parallel and data_parallel. Then a norm over all stages can be taken
+// before the updates. Without replicas a round is one minibatch.
 [[nodiscard]] bool drains_every_minibatch(const ScheduleOptions& options);
-// Whether every backward of the stage reads the version that its forward read. It does not under unstashed,
-// and may not under a written program.
+// Returns whether every backward of the stage reads the version that its forward read. It does not under
+// unstashed, and may not under a written program.
 [[nodiscard]] bool stashes_versions(const ScheduleOptions& options, StageIndex stage);
 
-// How many weight slots the stage needs: the table's last column.
+// Returns how many weight slots the stage needs: the table's last column.
 [[nodiscard]] std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage,
                                             MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage);
-// How many updates older, on average, the version that a forward reads is than the version that its round
-// updates. Under `pipedream` it is (n_s - 1) / c_s plus the staleness.
+// Returns how many updates older, on average, the version that a forward reads is than the version that its
+// round updates. Under `pipedream` it is (n_s - 1) / c_s plus the staleness.
 [[nodiscard]] double mean_delay(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
                                              MinibatchId minibatch, MicrobatchIndex microbatch = {});
-// The oldest version that is kept when the run starts.
+// Returns the oldest version that is kept when the run starts.
 [[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage);
-// The version of a shared parameter that all stages with this parameter read, forward and backward. It counts
-// the owner's rounds, because the owner updates the parameter. Under pipedream and unstashed, where stages
-// read different versions, it is the version that vertical sync would read at the owner, less the staleness.
-// Under other schedules it is the version that the owner's forward reads. listed_program.h has the rule for
-// written programs.
+// Returns the version of a shared parameter that all stages with this parameter read, forward and backward.
+// It counts the owner's rounds, because the owner updates the parameter. Under pipedream and unstashed, where
+// stages read different versions, it is the version that vertical sync would read at the owner, less the
+// staleness. Under other schedules it is the version that the owner's forward reads. listed_program.h has the
+// rule for written programs.
 [[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner,
                                          MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner);
 [[nodiscard]] std::int64_t num_tied_versions_kept(const ScheduleOptions& options, StageIndex owner);
-// A bound on how many versions the owner may have made after the newest version that a replica of the user
-// needs.
+// Returns a bound on how many versions the owner may have made after the newest version that a replica of the
+// user needs.
 [[nodiscard]] std::int64_t num_tied_versions_ahead(const ScheduleOptions& options, const TiedStages& tied);
 
-// The number of rounds whose gradients a replica may hold at once: 1, plus half of the staleness (rounded up)
-// at a replicated stage.
+// Returns the number of rounds whose gradients a replica may hold at once: 1, plus half of the staleness
+// (rounded up) at a replicated stage.
 [[nodiscard]] std::int64_t num_gradients_kept(const ScheduleOptions& options, StageIndex stage);
 
 // W_s: the most microbatches that are forwarded and not yet backwarded at a replica of the stage.
@@ -245,7 +245,7 @@ enum class Phase { kWarmUp, kSteady, kCoolDown };
 
 [[nodiscard]] const char* phase_name(Phase phase);  // "warm-up", "steady", "cool-down"
 
-// The phase of an instruction. Schedules that drain go through all three phases in every round. Other
+// Returns the phase of an instruction. Schedules that drain go through all three phases in every round. Other
 // schedules and written programs do so once in a run. As long as the number of minibatches is unknown, no
 // instruction is in the cool-down. All instructions of a spare are in the steady phase.
 [[nodiscard]] Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
@@ -256,24 +256,24 @@ class ComputeCursor {
  public:
   ComputeCursor(ScheduleOptions options, Rank rank);
 
-  // The instruction to do next; empty when the program is over. As long as the number of minibatches is
-  // unknown, the program never ends.
+  // Returns the instruction to do next; empty when the program is over. As long as the number of minibatches
+  // is unknown, the program never ends.
   [[nodiscard]] std::optional<Instruction> current() const;
   void advance();
 
   // Sets the number of minibatches. Call it once. The number must not be below the minibatches that are
   // forwarded already.
   void set_num_minibatches(std::int64_t num_minibatches);
-  // Whether set_num_minibatches() would accept the number. Ask first when the number comes from another
-  // process.
+  // Returns whether set_num_minibatches() would accept the number. Ask first when the number comes from
+  // another process.
   [[nodiscard]] bool may_set_num_minibatches(std::int64_t num_minibatches) const;
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return num_minibatches_; }
 
-  // The newest version that all stages of this worker have.
+  // Returns the newest version that all stages of this worker have.
   [[nodiscard]] WeightVersion newest_version() const {
     return WeightVersion(rounds_.first_version().value() + num_updates_ / order_.num_chunks);
   }
-  // The number of microbatches that the replica has forwarded. Positions without a microbatch
+  // Returns the number of microbatches that the replica has forwarded. Positions without a microbatch
   // (microbatch_order.h) count too.
   [[nodiscard]] std::int64_t num_forwarded() const { return num_forwarded_; }
 
@@ -281,8 +281,8 @@ class ComputeCursor {
   [[nodiscard]] Rank rank() const { return rank_; }
 
  private:
-  // The number of the replica's positions in the run. As long as num_minibatches is unknown, it is larger
-  // than in any run.
+  // Returns the number of the replica's positions in the run. As long as num_minibatches is unknown, it is
+  // larger than in any run.
   [[nodiscard]] std::int64_t num_own() const;
   [[nodiscard]] bool is_update_due() const;
   [[nodiscard]] bool may_forward() const;

@@ -53,19 +53,20 @@ struct Rounds {
   [[nodiscard]] MinibatchId begin_of(std::int64_t round) const {
     return MinibatchId(round * minibatches_per_round);
   }
-  // The minibatch after the round's last minibatch. As long as num_minibatches is unknown, a round counts as
-  // full.
+  // Returns the minibatch after the round's last minibatch. As long as num_minibatches is unknown, a round
+  // counts as full.
   [[nodiscard]] MinibatchId end_of(std::int64_t round, std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t end = begin_of(round + 1).value();
     return MinibatchId(num_minibatches ? std::min(end, *num_minibatches) : end);
   }
-  // Whether the replica has a microbatch in the round, if the run has num_minibatches minibatches.
+  // Returns whether the replica has a microbatch in the round, if the run has num_minibatches minibatches.
   [[nodiscard]] bool is_member(ReplicaIndex replica, std::int64_t round, std::int64_t num_minibatches) const {
     return !is_spare(replica) && first_number(replica, round) < num_minibatches * num_microbatches;
   }
   [[nodiscard]] bool is_spare(ReplicaIndex replica) const { return replica.value() >= num_replicas; }
 
-  // The version at the start of the run. last_version() is the version of the replica at the end of the run.
+  // Returns the version at the start of the run. last_version() is the version of the replica at the end of
+  // the run.
   [[nodiscard]] WeightVersion first_version() const {
     return WeightVersion(first_minibatch / minibatches_per_round);
   }
@@ -73,9 +74,9 @@ struct Rounds {
     return WeightVersion(num_begun(asynchronous ? replica : ReplicaIndex(0), num_minibatches));
   }
 
-  // How many microbatches of a round one replica has. In the functions below, `index` counts the microbatches
-  // of one replica from the start of the run. `number` counts the microbatches of all replicas from minibatch
-  // 0.
+  // Returns how many microbatches of a round one replica has. In the functions below, `index` counts the
+  // microbatches of one replica from the start of the run. `number` counts the microbatches of all replicas
+  // from minibatch 0.
   [[nodiscard]] std::int64_t own_per_round() const { return microbatches_per_round() / num_replicas; }
   [[nodiscard]] std::int64_t own_number(ReplicaIndex replica, std::int64_t index) const {
     return first_minibatch * num_microbatches + replica.value() + index * num_replicas;
@@ -87,33 +88,34 @@ struct Rounds {
     return count_from(replica, first_minibatch * num_microbatches + replica.value(),
                       num_minibatches * num_microbatches);
   }
-  // Whether the microbatch is the first, or the last, that its replica has of its minibatch.
+  // Returns whether the microbatch is the first, or the last, that its replica has of its minibatch.
   [[nodiscard]] bool is_first_of_minibatch(MicrobatchIndex microbatch) const {
     return microbatch.value() < num_replicas;
   }
   [[nodiscard]] bool is_last_of_minibatch(MicrobatchIndex microbatch) const {
     return microbatch.value() + num_replicas >= num_microbatches;
   }
-  // The minibatch of the replica's first microbatch in the round, if the run is long enough to have one.
+  // Returns the minibatch of the replica's first microbatch in the round, if the run is long enough to have
+  // one.
   [[nodiscard]] MinibatchId first_of(ReplicaIndex replica, std::int64_t round) const {
     return minibatch_of(first_number(replica, round));
   }
-  // The number of rounds in which the replica has a microbatch, counted from minibatch 0 on.
+  // Returns the number of rounds in which the replica has a microbatch, counted from minibatch 0 on.
   [[nodiscard]] std::int64_t num_begun(ReplicaIndex replica, std::int64_t num_minibatches) const {
     const std::int64_t after = num_minibatches * num_microbatches - replica.value();
     return after <= 0 || is_spare(replica)
                ? 0
                : (after + microbatches_per_round() - 1) / microbatches_per_round();
   }
-  // The number of the replica's microbatches in the round. As long as num_minibatches is unknown, a round
-  // counts as full.
+  // Returns the number of the replica's microbatches in the round. As long as num_minibatches is unknown, a
+  // round counts as full.
   [[nodiscard]] std::int64_t num_own_in(ReplicaIndex replica, std::int64_t round,
                                         std::optional<std::int64_t> num_minibatches) const {
     return count_from(replica, first_number(replica, round),
                       end_of(round, num_minibatches).value() * num_microbatches);
   }
-  // Whether the replica has no microbatch of this round after the minibatch. As long as num_minibatches is
-  // unknown, a round counts as full.
+  // Returns whether the replica has no microbatch of this round after the minibatch. As long as
+  // num_minibatches is unknown, a round counts as full.
   [[nodiscard]] bool is_over_after(ReplicaIndex replica, MinibatchId minibatch,
                                    std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t end = end_of(round_of(minibatch), num_minibatches).value() * num_microbatches;
@@ -121,7 +123,7 @@ struct Rounds {
     const std::int64_t next = after + (replica.value() + num_replicas - after % num_replicas) % num_replicas;
     return next >= end;
   }
-  // Whether the microbatch is the first, or the last, that its replica has of its round. As long as
+  // Returns whether the microbatch is the first, or the last, that its replica has of its round. As long as
   // num_minibatches is unknown, a round counts as full.
   [[nodiscard]] bool is_first_own(std::int64_t number) const {
     return number % microbatches_per_round() < num_replicas;
@@ -170,32 +172,32 @@ struct VersionRule {
     const std::int64_t delayed = (number / num_replicas - delay) / own_per_round * microbatches_counted();
     return WeightVersion(std::max(lowest, delayed / microbatches_per_round - staleness));
   }
-  // The oldest version that this microbatch or a later microbatch reads.
+  // Returns the oldest version that this microbatch or a later microbatch reads.
   [[nodiscard]] WeightVersion oldest_from(std::int64_t number) const {
     if (listed != nullptr) return WeightVersion(lowest + listed->oldest_from(number - first_number));
     return version_of(number);  // later microbatches never read older versions
   }
-  // The newest version that this microbatch or an earlier microbatch reads.
+  // Returns the newest version that this microbatch or an earlier microbatch reads.
   [[nodiscard]] WeightVersion newest_until(std::int64_t number) const {
     if (listed != nullptr) return WeightVersion(lowest + listed->newest_until(number - first_number));
     return version_of(number);
   }
-  // An upper bound on the growth of newest_until() over num_numbers microbatches, in versions.
+  // Returns an upper bound on the growth of newest_until() over num_numbers microbatches, in versions.
   [[nodiscard]] std::int64_t num_new_max(std::int64_t num_numbers) const {
     if (listed != nullptr) return listed->num_new_max(num_numbers);
     return 2 + (num_numbers + microbatches_counted()) / microbatches_per_round;
   }
-  // The number of versions kept. They go from the version that the next backward reads to the version that
-  // the update after it writes. Under vertical sync the input stage has rounds of r c microbatches. A round
-  // there begins up to r c - gcd(r c, M) microbatches after a round of this stage.
+  // Returns the number of versions kept. They go from the version that the next backward reads to the version
+  // that the update after it writes. Under vertical sync the input stage has rounds of r c microbatches. A
+  // round there begins up to r c - gcd(r c, M) microbatches after a round of this stage.
   [[nodiscard]] std::int64_t num_versions_kept() const {
     if (listed != nullptr) return listed->num_versions_kept;
     const std::int64_t num_between = delay * num_replicas + microbatches_counted() -
                                      std::gcd(microbatches_counted(), microbatches_per_round);
     return 1 + (num_between + microbatches_per_round - 1) / microbatches_per_round + staleness;
   }
-  // How many updates older, on average, the version that a microbatch reads is than the version that its
-  // round updates. The mean is over microbatches long after the start.
+  // Returns how many updates older, on average, the version that a microbatch reads is than the version that
+  // its round updates. The mean is over microbatches long after the start.
   [[nodiscard]] double mean_delay() const {
     if (listed != nullptr) return listed->mean_delay(microbatches_per_round);
     // On average, with g = gcd(r c, M), there are

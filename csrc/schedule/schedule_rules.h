@@ -45,24 +45,24 @@ struct ScheduleRules {
   bool has_cost_formulas = false;
   bool has_equal_replicas = false;
 
-  // Whether every round is finished at all stages before the next round starts at any stage.
+  // Returns whether every round is finished at all stages before the next round starts at any stage.
   [[nodiscard]] constexpr bool drains() const { return delay == ReadDelay::kNone; }
-  // Whether every forward reads the version before the newest, as under 2bw. Then a replica must have at
-  // least n_s - 1 microbatches of a round, where n_s is the number in flight.
+  // Returns whether every forward reads the version before the newest, as under 2bw. Then a replica must have
+  // at least n_s - 1 microbatches of a round, where n_s is the number in flight.
   [[nodiscard]] constexpr bool is_round_late() const { return delay == ReadDelay::kRound; }
-  // Whether a minibatch should have several microbatches. With only one, a schedule that drains would have
-  // nothing to overlap, and the rounds of 2bw would be too short.
+  // Returns whether a minibatch should have several microbatches. With only one, a schedule that drains would
+  // have nothing to overlap, and the rounds of 2bw would be too short.
   [[nodiscard]] constexpr bool needs_microbatches() const {
     return is_round_late() || (drains() && in_flight != InFlight::kOne);
   }
-  // Whether workers do the same work in the same order under both schedules. The versions that they read may
-  // still differ.
+  // Returns whether workers do the same work in the same order under both schedules. The versions that they
+  // read may still differ.
   [[nodiscard]] constexpr bool works_as(const ScheduleRules& other) const {
     return in_flight == other.in_flight && drains() == other.drains();
   }
 };
 
-// The named schedules, in the order of program.h's table.
+// Returns the named schedules, in the order of program.h's table.
 [[nodiscard]] std::span<const ScheduleRules> named_schedules();
 // Finds a schedule's row by its name or a former name; null for an unknown name.
 [[nodiscard]] const ScheduleRules* find_rules(std::string_view schedule);

@@ -91,7 +91,7 @@ class TransferChecker {
     return {};
   }
 
-  // The RECV of the next version over the edge. newest: the version that arrived last.
+  // Returns the RECV of the next version over the edge. newest: the version that arrived last.
   [[nodiscard]] Instruction due_of(const Edge& edge, WeightVersion newest) const {
     const MinibatchId first = rounds_of(options_, edge.from.stage).begin_of(newest.value());
     return {Opcode::kRecv, edge.to.stage, first, {}, {}, edge, edge.to.replica};
@@ -156,8 +156,8 @@ class TransferChecker {
                        [&](const TiedStages& tied) { return tied.owner == stage; });
   }
 
-  // The newest round of which the replica has made its whole gradient. Once all backwards of the replica are
-  // done, it is the run's last round, even if the replica has no microbatch in that round.
+  // Returns the newest round of which the replica has made its whole gradient. Once all backwards of the
+  // replica are done, it is the run's last round, even if the replica has no microbatch in that round.
   [[nodiscard]] std::int64_t newest_complete() const {
     const std::int64_t num_own = num_backwarded_.at(stages_.front());
     if (num_own == rounds_.num_own(replica_, num_minibatches_)) {
@@ -166,7 +166,7 @@ class TransferChecker {
     return rounds_.first_version().value() + num_own / rounds_.own_per_round() - 1;
   }
 
-  // Whether the stage still has backwards to do in the round that is updated next.
+  // Returns whether the stage still has backwards to do in the round that is updated next.
   [[nodiscard]] bool has_backwards_left(StageIndex stage) const {
     const std::int64_t num_rounds = next_round_ + 1 - rounds_.first_version().value();
     const std::int64_t num_own =
@@ -279,7 +279,7 @@ class TransferChecker {
     return std::find(unused_.begin(), unused_.end(), received) != unused_.end();
   }
 
-  // Whether the transfer is still to be done before the update.
+  // Returns whether the transfer is still to be done before the update.
   [[nodiscard]] bool is_pending(const Instruction& due) const {
     if (due.opcode == Opcode::kRecv) return !is_unused(due);
     return std::find(pushes_.begin(), pushes_.end(), due) != pushes_.end();

@@ -53,7 +53,7 @@ void add_cut(const Placement& placement, StageIndex upstream, std::vector<Edge>&
   }
 }
 
-// The edge for evaluations from the stage to the next stage downstream.
+// Returns the edge for evaluations from the stage to the next stage downstream.
 Edge evaluation_edge(StageIndex stage) { return {EdgeKind::kEvaluation, {stage, {}}, {stage.next(), {}}}; }
 
 // Adds the edges for pushes from every replica to each other owner of a shard, and for the pulls back.
@@ -68,8 +68,8 @@ void add_replicas(const Placement& placement, StageIndex stage, std::vector<Edge
   }
 }
 
-// Whether this replica of the owner sends versions to this replica of the user. If replicas update by a
-// collective, each of them has the whole version, so the user's replica receives it from one of them only.
+// Returns whether this replica of the owner sends versions to this replica of the user. If replicas update by
+// a collective, each of them has the whole version, so the user's replica receives it from one of them only.
 bool has_version_for(const ScheduleOptions& options, std::int64_t num_owners, ReplicaIndex owner,
                      ReplicaIndex user) {
   return !options.uses_allreduce || user.value() % num_owners == owner.value();
@@ -92,7 +92,7 @@ void add_tie(const ScheduleOptions& options, const Placement& placement, const T
   }
 }
 
-// The first microbatch that both replicas have, by its number.
+// Returns the number of the first microbatch that both replicas have.
 std::int64_t first_in_common(const Rounds& one, ReplicaIndex replica, const Rounds& other,
                              ReplicaIndex other_replica) {
   for (std::int64_t index = 0; index < other.num_replicas; ++index) {
@@ -305,9 +305,9 @@ void Transfers::add_tied_gradients(const Instruction& backward,
   }
 }
 
-// Whether this replica pushes the round before the UPDATE instead of after its last backward. It does if the
-// schedule drains. It also does if the run ends before the replica has all its microbatches of the round,
-// because this may become known only after the replica's last backward.
+// Returns whether this replica pushes the round before the UPDATE instead of after its last backward. It does
+// if the schedule drains. It also does if the run ends before the replica has all its microbatches of the
+// round, because this may become known only after the replica's last backward.
 bool Transfers::pushes_before_update(std::int64_t round) const {
   return drains_ || rounds().num_own_in(replica_, round, num_minibatches_) < rounds().own_per_round();
 }

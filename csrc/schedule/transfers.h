@@ -98,7 +98,7 @@ struct EdgeItems {
   friend bool operator==(const EdgeItems&, const EdgeItems&) = default;
 };
 [[nodiscard]] EdgeItems items_of(const ScheduleOptions& options, const Edge& edge);
-// Whether both ends are at one rank.
+// Returns whether both ends are at one rank.
 [[nodiscard]] bool is_local(const Placement& placement, const Edge& edge);
 
 // The transfers of one worker.
@@ -118,7 +118,8 @@ class Transfers {
   // nothing if there is none.
   void add_final(std::int64_t index, std::int64_t num_minibatches,
                  std::vector<Instruction>& instructions) const;
-  // The most instructions that one call may add. add_before() and add_after() together add no more either.
+  // Returns the most instructions that one of these functions may add in a call. add_before() and add_after()
+  // together add no more than that.
   [[nodiscard]] std::size_t num_added_max() const;
   // Sets the number of minibatches. From then on the last round's members are the replicas that have a
   // microbatch in it. Before, all replicas count as members.
@@ -134,8 +135,8 @@ class Transfers {
   void send_version(const TiedStages& tied, MinibatchId first, std::vector<Instruction>& instructions) const;
   void receive_version(const TiedStages& tied, WeightVersion version,
                        std::vector<Instruction>& instructions) const;
-  // The newest version that `reader` has read for the replica's microbatches before own_index. If there is no
-  // such microbatch, the version at the start of the run.
+  // Returns the newest version that `reader` has read for the replica's microbatches before own_index. If
+  // there is no such microbatch, the version at the start of the run.
   [[nodiscard]] WeightVersion newest_read(const VersionRule& rule, StageIndex reader, StageIndex updater,
                                           std::int64_t own_index) const;
   void add_norms(MinibatchId minibatch, std::vector<Instruction>& instructions) const;
@@ -144,7 +145,7 @@ class Transfers {
   void send_pulls(WeightVersion version, std::vector<Instruction>& instructions) const;
   void receive_pulls(WeightVersion version, std::vector<Instruction>& instructions) const;
   void receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const;
-  // The newest version that the replica has pulled by the time of its last push.
+  // Returns the newest version that the replica has pulled by the time of its last push.
   [[nodiscard]] WeightVersion newest_pulled(std::int64_t num_minibatches) const;
   // Returns which replica of the stage has the microbatch with this number.
   [[nodiscard]] StageReplica end_at(StageIndex stage, std::int64_t number) const {
@@ -178,11 +179,11 @@ class ProgramCursor {
  public:
   ProgramCursor(const ScheduleOptions& options, Rank rank);
 
-  // The instruction to do next; empty when the program is over. As long as the number of minibatches is
-  // unknown, the program never ends.
+  // Returns the instruction to do next; empty when the program is over. As long as the number of minibatches
+  // is unknown, the program never ends.
   [[nodiscard]] std::optional<Instruction> current() const;
-  // The instruction after current(). Empty if it belongs to another computing instruction than current()
-  // does.
+  // Returns the instruction after current(). Empty if it belongs to another computing instruction than
+  // current() does.
   [[nodiscard]] std::optional<Instruction> following() const;
   void advance();
 
@@ -198,8 +199,8 @@ class ProgramCursor {
   // Requests an evaluation at the boundary (Evaluations::begin()). current() stays the same, unless the
   // program is over.
   void begin_evaluation(MinibatchId boundary);
-  // Whether evaluate_first() may be called now, because the worker's next computing instruction is a forward
-  // before which an evaluation may come (Evaluations::may_be_before()).
+  // Returns whether evaluate_first() may be called now, because the worker's next computing instruction is a
+  // forward before which an evaluation may come (Evaluations::may_be_before()).
   [[nodiscard]] bool may_evaluate_first() const {
     return computed_ && evaluations_.may_be_before(*computed_, compute_.newest_version());
   }

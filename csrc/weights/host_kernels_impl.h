@@ -72,7 +72,7 @@ void fence_streams() {
 #endif
 }
 
-// The number of elements before the first whole cache line.
+// Returns the number of elements before the first whole cache line.
 template <class T>
 std::int64_t elements_to_line(const T* address) {
   const auto past_line = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(address) %

@@ -6,7 +6,7 @@
 namespace pipedream {
 namespace {
 
-// The cache size that the system reports, or a usual size if it reports none.
+// Returns the cache size that the system reports, or a usual size if it reports none.
 std::size_t last_level_cache_bytes() {
   constexpr std::size_t kUsualBytes = std::size_t{32} << 20;
 #if defined(_SC_LEVEL3_CACHE_SIZE)

@@ -91,8 +91,8 @@ void check_tensor(DType dtype, const Tensor& tensor) {
                          << " bytes");
 }
 
-// Whether a step that touches num_bytes should write its weights past the caches. It should if the last-level
-// cache has fewer bytes.
+// Returns whether a step that touches num_bytes should write its weights past the caches. It should if the
+// last-level cache has fewer bytes.
 [[nodiscard]] bool worth_streaming(std::size_t num_bytes);
 
 }  // namespace pipedream

@@ -46,8 +46,8 @@ class VersionSlots {
     std::int64_t num_readers = 0;
   };
 
-  // Whether an update may write into the slot. It may if the slot holds no version, or one without readers.
-  // The newest version counts as read, by the optimizer, unless it has the only slot.
+  // Returns whether an update may write into the slot. It may if the slot holds no version, or one without
+  // readers. The newest version counts as read, by the optimizer, unless it has the only slot.
   [[nodiscard]] bool is_writable(const Slot& slot) const;
   [[nodiscard]] Slot& slot_at(SlotIndex slot_index);
 

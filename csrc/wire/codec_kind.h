@@ -13,7 +13,7 @@ enum class CodecKind : std::uint8_t { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kI
 
 [[nodiscard]] bool is_known_codec(std::uint8_t code);
 
-// Whether the codec can encode tensors of this dtype. kNone applies to every dtype.
+// Returns whether the codec can encode tensors of this dtype. kNone applies to every dtype.
 [[nodiscard]] bool applies_to(CodecKind kind, DType dtype);
 
 }  // namespace pipedream

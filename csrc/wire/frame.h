@@ -113,8 +113,8 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 // CRC-32C (Castagnoli). Uses the processor's instruction for it, if there is one.
 [[nodiscard]] std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t seed = 0);
 
-// A 64-bit fingerprint of bytes, by which two workers find out whether they have read the same data. It is
-// fast, and not cryptographic.
+// Returns a 64-bit fingerprint of bytes, by which two workers find out whether they have read the same data.
+// It is fast, and not cryptographic.
 [[nodiscard]] std::uint64_t fingerprint(std::span<const std::byte> bytes, std::uint64_t seed = 0);
 
 }  // namespace pipedream

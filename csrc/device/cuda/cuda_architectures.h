@@ -10,8 +10,8 @@ struct ComputeCapability {
   int minor = 0;
 };
 
-// Whether a device with this capability runs the kernels. Machine code runs on devices of the same major
-// version that are not older. The PTX of the newest architecture runs on all later ones.
+// Returns whether a device with this capability runs the kernels. Machine code runs on devices of the same
+// major version that are not older. The PTX of the newest architecture runs on all later ones.
 [[nodiscard]] bool has_kernels_for(ComputeCapability capability);
 
 // "7.5, 8.0, 9.0", ascending.

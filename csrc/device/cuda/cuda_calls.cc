@@ -26,8 +26,8 @@ decltype(&cuDevicePrimaryCtxGetState) find_context_state() noexcept {
   return reinterpret_cast<decltype(&cuDevicePrimaryCtxGetState)>(found);
 }
 
-// Whether this process has a context on the device, so that cudaSetDevice() makes no new one. True if the
-// driver cannot tell.
+// Returns whether this process has a context on the device, so that cudaSetDevice() makes no new one. True if
+// the driver cannot tell.
 bool has_context(int device_index) noexcept {
   static const auto context_state = find_context_state();
   unsigned flags = 0;

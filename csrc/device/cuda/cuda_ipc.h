@@ -19,7 +19,7 @@ namespace pipedream {
 [[nodiscard]] std::unique_ptr<Memory> import_cuda_memory(int device_index, const std::string& handle,
                                                          std::size_t num_bytes, std::string* why);
 
-// Whether the device can export memory at all. If not, *why gets the reason.
+// Returns whether the device can export memory at all. If not, *why gets the reason.
 [[nodiscard]] bool has_cuda_ipc(int device_index, std::string* why);
 
 // CUDA IPC maps memory in whole granules of the driver. Exported allocations have whole granules, so that

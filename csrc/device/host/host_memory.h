@@ -25,7 +25,7 @@ class HostMemory final : public Memory {
   std::size_t mapped_bytes_ = 0;  // rounded up to whole pages
 };
 
-// The system's page size: 4 KiB on most machines, 16 or 64 KiB on some machines with ARM processors.
+// Returns the system's page size: 4 KiB on most machines, 16 or 64 KiB on some machines with ARM processors.
 [[nodiscard]] std::size_t page_bytes();
 
 // Makes the kernel map every page of [data, data + num_bytes), as huge pages if it can. No byte changes, even

@@ -37,7 +37,7 @@ __device__ void store_pack(T* values, std::int64_t pack_index, const Pack<T, kEl
   reinterpret_cast<Pack<T, kElements>*>(values)[pack_index] = pack;
 }
 
-// Whether all pointers are aligned to 16 bytes. Null, which is never dereferenced, counts as aligned.
+// Returns whether all pointers are aligned to 16 bytes. Null, which is never dereferenced, counts as aligned.
 template <class... Pointers>
 __device__ bool all_aligned(Pointers... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) | ...) % 16) == 0;
