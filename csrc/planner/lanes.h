@@ -50,7 +50,7 @@ struct Lane {
   [[nodiscard]] double next_ms() const { return arrivals_ms[num_taken]; }
 };
 
-// An item that a line has carried.
+// A transfer of one item over a line.
 struct Transfer {
   EdgeKind what = EdgeKind::kActivation;
   std::size_t from_worker = 0;

@@ -32,7 +32,7 @@ struct Step {
   double work_ms = 0;
 };
 
-// The extra time that one opcode of a stage takes after waits (WakingDurations).
+// The extra time that instructions of one stage and one opcode take after waits (WakingDurations).
 struct Waking {
   StageIndex stage{0};
   Opcode opcode = Opcode::kForward;
@@ -377,7 +377,7 @@ class Replay {
     std::vector<double> began_ms(workers_.size());
     while (!are_done()) {
       bool has_begun = true;
-      while (has_begun) {  // a SEND of one worker may let another worker begin
+      while (has_begun) {  // another worker may wait for an item that one worker has just sent
         has_begun = false;
         for (std::size_t index = 0; index < workers_.size(); ++index) {
           has_begun = begin_work(workers_[index], now_ms, began_ms[index]) || has_begun;

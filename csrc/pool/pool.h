@@ -103,7 +103,7 @@ struct TermReport {
 // caches, is leased first. The stack is linked by slot indices. Its head is one word, so a lease and a
 // release are one atomic exchange each:
 //
-// | tag: 32 bits | free slots: 16 bits | top: 16 bits, slot index + 1, 0 when none is free |
+//   | tag: 32 bits | free slots: 16 bits | top: 16 bits, slot index + 1, 0 when none is free |
 //
 // The tag counts the changes. Suppose a thread reads the head and is stopped before it exchanges it. It then
 // sees that the head has changed, even if the same slot is on top again.
@@ -175,8 +175,8 @@ class Pool {
   ~Pool();
 
   // Adds a term; aborts after seal(). The returned reference stays valid, and its slots can be leased after
-  // seal(). Throws UserError for a second term of one name, for more than kNumSlotsMax slots and for a size
-  // that overflows.
+  // seal(). Throws UserError for a second term with the same name, for more than kNumSlotsMax slots and for a
+  // size that overflows.
   SlotGroup& add(PoolTerm term);
   // Allocates the sum of all terms: one allocation per MemoryKind, and one for each term that has its own
   // `allocate`. Throws UserError with the table of terms if the device has less memory.

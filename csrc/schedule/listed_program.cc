@@ -468,7 +468,7 @@ std::string ListedProgram::hint_on_backward(Rank rank, std::int64_t position) co
 
 // Throws an error such as "line 13, time 2 of the body: BACKWARD stage 0 ... reads version 1: <why>".
 void ListedProgram::refuse(Rank rank, std::int64_t position, const std::string& why) const {
-  // at() works out the instructions of later bodies from the rounds, which may not be known yet.
+  // at() computes the instructions of later bodies from the rounds, which may not be known yet.
   const bool is_listed = num_bodies_before(rank, position) == 0;
   const Instruction instruction = is_listed ? list_of(rank).instructions[position] : at(rank, position);
   throw UserError(place_of(rank, position) + ": " + to_string(instruction) + ": " + why);

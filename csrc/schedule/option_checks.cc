@@ -123,8 +123,8 @@ void check_length(const char* name, std::size_t length, const ScheduleOptions& o
                   ": " + why);
 }
 
-// Placement::in_order() puts replicas and spares in order. So only a placement without replicas can be in
-// another order.
+// Checks a placement with one worker for each stage. Placements with replicas need no check, because only
+// Placement::in_order() makes them, and it puts them in order.
 void check_one_stage_per_worker(const Placement& placement) {
   if (placement.num_ranks() > placement.num_stages()) return;
   for (const Place& place : placement.places()) {

@@ -335,7 +335,7 @@ class CudaHostRegistration final : public HostRegistration {
   std::byte* const data_;
 };
 
-// Pinned memory for staging. It is mapped and touched like HostMemory, and then pinned.
+// Holds pinned memory for staging. The memory is mapped and touched as in HostMemory, and then pinned.
 class CudaStagingMemory final : public Memory {
  public:
   CudaStagingMemory(int device_index, std::size_t num_bytes)
