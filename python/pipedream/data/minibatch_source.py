@@ -11,9 +11,10 @@ length 24.
 
 All minibatches of a group are read before the first is handed out. A group begins and ends where the rounds
 of all stages end. (A round is the work between two updates of a stage.) So no round is split if the data end
-before a group. Without replicas a group is one minibatch. Every reader reads whole minibatches, so all readers find the same larger minibatches. If the
-caller forwards the data, the caller looks ahead (launch/forwarder.py). A source stays in use when memory is
-planned again. Owned by the worker's compute thread.
+before a group. Without replicas a group is one minibatch. Every reader reads whole
+minibatches, so all readers find the same larger minibatches. If the caller forwards the data, the caller
+looks ahead (launch/forwarder.py). A source stays in use when memory is planned again. Owned by the worker's
+compute thread.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def microbatch_counts(batch_size: int | None, most: int = COUNTED_MAX) -> list[i
 
 
 class CutCost(NamedTuple):
-    """Milliseconds of one kind of work item in a minibatch of num_microbatches: of the first microbatch's
-    item, and of each later one's.
+    """The times of one kind of work item (a forward or a backward) in a minibatch that is cut into
+    num_microbatches: of the item of the first microbatch, and of the item of each later one.
     """
 
     num_microbatches: int

@@ -6,12 +6,12 @@ torch-free.
                  formulas' optimum (search.py)
 
 Any schedule other than "pipedream" is simulated and searched with either cost model, because the formulas
-know no bubble.
+leave out the bubble, which is the time that workers spend waiting.
 
 plan_search.py finds the plan. This module checks the arguments, adds figures to the plan, and chooses the
 spare shards. A spare shard only makes the synchronisation of replicas shorter. The formulas choose the number
-of spares (synced_bytes.py). Then the simulator checks that the plan becomes faster: only the simulator knows
-that synchronisation costs no time while replicas compute.
+of spares (synced_bytes.py). Then the simulator checks that the plan becomes faster. Only in the
+simulator does synchronisation cost no time while replicas compute.
 """
 
 from __future__ import annotations
