@@ -44,7 +44,7 @@ from pipedream.report.result import RunResult
 
 __all__ = ["calibrate", "calibration_runs"]
 
-_MICROBATCHES = (2, 4)  # tried numbers of microbatches; with more than 4 stages, their number replaces 4
+_MICROBATCHES = (2, 4)  # numbers of microbatches; with more than 4 stages, 4 becomes their number
 _BATCHES_MAX = 16  # batches that are taken from the user's data; a run repeats them
 _FAST_BYTES_PER_S = 1e15  # so fast that the plan balances the stages by their compute time alone
 _ROUNDS = 4  # repetitions of each kind of run

@@ -205,7 +205,6 @@ def _fitting_kinds(plan: Plan, kinds: Sequence[Shapes]) -> Plan:
 
 
 def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
-    """Returns whether each stage recomputes; None if the argument is None."""
     if recompute is None:
         return None
     if isinstance(recompute, bool):

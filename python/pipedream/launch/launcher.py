@@ -217,8 +217,6 @@ def _take_over_after(error: Exception, stages: list[StageModule], options: JobOp
 
 
 def _take_over(stages: list[StageModule], options: JobOptions, folder: Path) -> None:
-    """Loads the workers' weights into the model, and the workers' state of the loss into the caller's
-    loss."""
     load_weights(stages, options.plan, folder)
     set_loss_state(options.loss_fn, read_loss_state(options.plan, folder))
 

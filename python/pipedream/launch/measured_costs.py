@@ -31,7 +31,7 @@ from pipedream.report.result import RunResult, WorkSpan
 
 __all__ = ["Runs", "runtime_costs"]
 
-_FEW_BYTES = 65536  # replicas that exchange fewer bytes pay for messages and not for bytes
+_FEW_BYTES = 65536  # with fewer bytes, an exchange costs as much as its messages
 _WOKEN_DIFFERENCE_MIN = 0.2  # if two runs' waits differ less, they cannot show the cost of waking
 _DISCARDED_SHARE = 0.2  # share of a run's items: the warm-up, and items during which memory is measured
 _SHARE_MIN = 0.05  # least share of the time in which all workers work; a smaller share counts as this one
@@ -177,8 +177,8 @@ def _known(waking: Waking, shares: Mapping[str, float]) -> list[Waking]:
 def _waking_share(keys: Sequence[Key], waking: Waking, longer_waits: _Means, shorter_waits: _Means) -> float:
     """Returns the cost of waking as a share of an item's time.
 
-    In both kinds of runs an item takes item * (1 + share * woken), where woken is 0 without a wait and 1
-    after a long wait. The ratio of the two times gives the share."""
+    In both kinds of runs an item takes t * (1 + share * woken), where t is its time without waits. woken is 0
+    without a wait and 1 after a long wait. The ratio of the two times gives the share."""
     if not keys or any(key not in shorter_waits for key in keys):
         return 0.0
     longer = sum(longer_waits[key].work_ms for key in keys) / sum(shorter_waits[key].work_ms for key in keys)

@@ -149,13 +149,13 @@ def run(
         weight 0 adds nothing to loss and gradient.
     lr_scheduler: called with each stage's optimizer, for example
         functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000). Its step() is called after every
-        update, so once per minibatch.
+        update: once per minibatch, or with replicas once per round of minibatches.
     recompute: True, or a list of stages. These keep only their input, and run their forward again before the
         backward. None lets `memory` decide.
     memory: the most memory of a worker ("8GiB" or bytes), as RunResult.memory counts it. A stage that does
         not fit is recomputed, and on a GPU offloaded to host memory. If it still does not fit, the run is
         refused with a list of the memory terms, also when memory is planned again for a larger minibatch.
-    autocast: "bfloat16", or "float16" with loss scaling; parameters stay float32.
+    autocast: "bfloat16", or "float16" with loss scaling. Parameters keep their dtype.
     max_grad_norm: scales gradients down to this 2-norm. It is the norm over all stages if the schedule drains
         every minibatch ("flush", "gpipe", "interleaved", "model_parallel"), otherwise over each stage by
         itself.
@@ -176,12 +176,12 @@ def run(
         others. A worker takes one port for every channel on which it receives. None uses PIPEDREAM_PORTS, and
         without it lets the system choose. docs/transport.md lists which other ports must be open.
     insecure: True listens without keys on an address that others can reach, and logs a warning.
-    peer_timeout: seconds after which a silent worker, or one whose interpreter hangs, is given up. Code that
-        holds the GIL for so long counts as a hang.
+    peer_timeout: seconds after which a worker that is silent, or whose interpreter hangs, counts as lost.
+        Code that holds the GIL for this time counts as a hang.
     sync: how the replicas of a stage agree on weights. "bsp" waits for all replicas' gradients in every round
         and is deterministic. "ssp" lets a replica use versions up to `staleness` rounds older. "asp" makes
-        an update of each replica's gradient when it comes. "allreduce" is "bsp" by torch.distributed. See
-        docs/parameter-server.md.
+        an update with each gradient of a replica as soon as the gradient arrives. "allreduce" is "bsp" by
+        torch.distributed. See docs/parameter-server.md.
     staleness: the number of rounds for sync="ssp".
     sync_every: n lets each replica make n updates of its own; then the replicas take the mean of their
         weights.
@@ -214,7 +214,7 @@ def run(
         a new line every few seconds.
     trace: a file (.json or .json.gz) for a trace that ui.perfetto.dev opens.
 
-    The caller's random number generators stay as they were. Only without a seed one number is drawn from
+    The caller's random number generators stay as they were. Without a seed, one number is then drawn from
     torch's generator, so that the next run differs.
 
     Other arguments belong to features that do not exist yet, and are refused.

@@ -42,7 +42,7 @@ __all__ = [
 # The events that may be due at a boundary, as bits.
 EVALUATE = 1
 SNAPSHOT = 2
-STOP = 4  # the run ends here although the data would go on
+STOP = 4  # the run ends here, although there are more data
 RATE = 8  # the learning rate changes
 
 _BITS, _DOUBLE = struct.Struct("<Q"), struct.Struct("<d")

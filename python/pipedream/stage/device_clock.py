@@ -65,7 +65,7 @@ class DeviceClock:
         self._now_ns = now_ns
         self._free: list[TimingEvent] = []
         self._doing = _Item(0, None, None)
-        self._pending: deque[_Item] = deque()  # bounded by the items in flight, for which others wait
+        self._pending: deque[_Item] = deque()  # its length is bounded by the items in flight
         self._anchor = make_event()  # the latest event that the device has passed
         self._anchor.record()
         self._anchor.synchronize()

@@ -62,7 +62,7 @@ class EvaluatedStage:
     """The boundary with the stage downstream; None at the last stage."""
 
     def bind(self, work: _core.WorkItem) -> None:
-        """Makes the layers read the averages, or the weights at the point of the run that is evaluated."""
+        """Makes the layers read the weights of the boundary that is evaluated, or the averages."""
         averages, weights = self.averages, self.weights
         if averages is None:
             weights.bind(work.read_slot, self.tied.slots_at(work.minibatch))

@@ -178,10 +178,7 @@ class StageSaver:
         return self._writer.peak_bytes()
 
     def figures(self) -> dict[str, int]:
-        """Returns figures for the worker's report."""
         return vars(self._writer.figures)
-
-    # The worker's loop calls this function.
 
     def before_backward(self, work: _core.WorkItem) -> None:
         """Copies the newest version of a stage that does not stash, because the next update may overwrite the

@@ -318,7 +318,6 @@ class StageRunner:
         self._held = self._held or None
 
     def _bind(self, work: _core.WorkItem) -> None:
-        """Makes the layers read the weights that this microbatch reads."""
         if self._tied is None:
             self._weights.bind(work.read_slot, _NO_SLOTS)
         else:
@@ -360,7 +359,6 @@ class StageRunner:
         )
 
     def _keep_loss(self, stashed: Stashed, loss: Tensor) -> None:
-        """Stores the loss in the stash for the backward."""
         if not loss.requires_grad:
             self._check_trains_nothing(stashed)
         stashed.outputs = [loss]

@@ -193,7 +193,6 @@ class FactorExchange:
         self._pushed = None
 
     def take_in(self, other: int, round_index: int, item: Sequence[Tensor]) -> None:
-        """Takes the factors that another replica has pushed."""
         self._of_rounds.setdefault(round_index, {})[other] = factors_of(item)
 
     def mean_of(self, round_index: int, parameter: int, num_minibatches: int) -> Tensor | None:

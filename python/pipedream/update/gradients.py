@@ -224,13 +224,11 @@ class NormExchange:
         self._total: GradientFigures | None = None
 
     def send(self, edge: _core.Edge, minibatch: int) -> Tensor:
-        """Returns the tensor that goes over the edge."""
         self._begin(minibatch)
         figures = self._sum if _goes_upstream(edge) else self.total(minibatch)
         return torch.tensor([*map(float, figures)], dtype=torch.float64)
 
     def receive(self, edge: _core.Edge, minibatch: int, content: Tensor) -> None:
-        """Takes the tensor that has come over the edge."""
         self._begin(minibatch)
         squared_norm, overflowed, told = content.tolist()
         figures = GradientFigures(squared_norm, bool(overflowed), bool(told))

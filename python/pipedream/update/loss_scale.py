@@ -123,7 +123,7 @@ class LossScaling:
             self._heard_at.append(self._first_after(round_index))
 
     def note_skipped(self, round_index: int) -> None:
-        """Notes that an update overflowed here, or at a stage that is updated with it."""
+        """Notes that an update overflowed at this stage, or at a stage that skips its updates with it."""
         # A later run may continue at a boundary before the microbatches now in flight. It must report the
         # updates skipped since that boundary again, so they are kept.
         self._skipped = [at for at in self._skipped if at >= self._next_own - self._delay]

@@ -174,7 +174,7 @@ class ParameterServer(ShardClient):
         if not parts:
             return None
         if is_read and self._num_minibatches == 1 and len(parts) == 1 and self._steps_by_element:
-            return self._shaped(parts[0], piece)  # the run's last round may have one minibatch
+            return self._shaped(parts[0], piece)  # a short last round may have only this gradient
         if mean is None:
             mean = torch.empty_like(parts[0])
             self._mean_bytes += mean.nbytes

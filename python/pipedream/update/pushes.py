@@ -50,7 +50,8 @@ class EarlyPushes:
         scale."""
         self._complete: set[int] = set()  # factored parameters that are complete in this backward
         self._num_accumulated = [0] * num_parameters  # in this backward
-        self._once: list[bool] | None = None  # whether the first round's last backward added to it once
+        # By parameter, whether the first round's last backward added to its gradient once.
+        self._once: list[bool] | None = None
         self._is_open = False
         self._loss_scale = 1.0
         self._num_summed = 1

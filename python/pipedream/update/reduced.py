@@ -123,7 +123,7 @@ class LocalSteps(_GroupGradients):
         self._num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
         if self._num_own > 0 and self._share != 1.0:
             for index, gradient in enumerate(self._taken):
-                if gradient is not None:  # a new tensor: two parameters' gradients may share memory
+                if gradient is not None:  # not in place, because two gradients may share memory
                     self._taken[index] = gradient / self._share
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:

@@ -141,7 +141,9 @@ class ShardLayout:
                     region_end = begins[after]
                 else:
                     region_end = end
-                shift = self._offsets[dealt[first]] - begins[first]  # from offsets without shared parameters
+                shift = (
+                    self._offsets[dealt[first]] - begins[first]
+                )  # shared parameters have no room in begins
                 self.chunks.append(
                     self._chunk(
                         shard,

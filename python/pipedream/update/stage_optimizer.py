@@ -102,7 +102,6 @@ class StageOptimizer:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters or pieces that this object updates."""
         return len(self.named)
 
     @property
@@ -378,7 +377,6 @@ class StageOptimizer:
             self._step_through_masters(optimizer, masters, read, write, gradients, gradient_scale)
 
     def rates(self) -> list[float]:
-        """Returns the learning rate of each parameter group."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [float(group["lr"]) for group in groups if "lr" in group]
 

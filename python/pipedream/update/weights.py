@@ -144,7 +144,6 @@ class WeightVersions:
         return {version: contents(slot) for version, slot in slot_of.items()}
 
     def _views_of(self, slot: Tensor) -> list[Tensor]:
-        """Returns views of a flat slot, one per parameter."""
         pairs = zip(self._offsets, self._originals, strict=True)
         return [view_like(slot, offset, original) for offset, original in pairs]
 
@@ -246,7 +245,7 @@ class WeightVersions:
 
     def scale_gradients(self, slot: int, factor: float) -> None:
         for leaf in self._leaves[slot]:
-            if leaf.grad is not None:  # a new tensor: two leaves' gradients may share memory
+            if leaf.grad is not None:  # not in place, because two gradients may share memory
                 leaf.grad = leaf.grad * factor
 
     def check_gradients_taken(self) -> None:
@@ -273,7 +272,7 @@ class WeightVersions:
     def end_update(self, write_slot: int) -> None:
         """Ends an update after its version has been written."""
         if self._resident is not None:
-            self.settle(write_slot)  # so that the version's home gets the new values from the slot
+            self.settle(write_slot)  # so that the copy in host memory gets the new values
             self._resident.written(write_slot)
 
     def copy_version(self, read_slot: int, write_slot: int) -> None:

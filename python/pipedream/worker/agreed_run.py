@@ -138,7 +138,6 @@ class AgreedRun:
         return {name: p for stage in self.stages for name, p in stage.trainable_parameters()}
 
     def frozen_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the frozen parameters of all stages, by name."""
         return {name: p for stage in self.stages for name, p in stage.frozen_parameters()}
 
     def tied_parameters_of(self, stage_index: int) -> list[nn.Parameter]:

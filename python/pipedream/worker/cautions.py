@@ -32,7 +32,9 @@ __all__ = ["cautions_of", "check_data_apart", "warn_if_coarse", "warn_if_late", 
 # number of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _IGNORED_BY_DEFAULT = -100
-_MICROBATCHES_TRIED_MAX = 64  # to find the fewest microbatches with which gradients are in time
+# A caution names the fewest microbatches with which gradients are at most one update late. The search for them
+# ends at this number.
+_MICROBATCHES_TRIED_MAX = 64
 
 _BETWEEN = ("pipedream", "contextlib")  # packages whose frames a warning skips to find the user's line
 

@@ -119,7 +119,8 @@ def _gather(
     found = {name: on_host(value) for name, value in averages.items()} if _sends_averages(run) else {}
     plan, num_ranks = run.plan, run.plan.workers_used
     reports = {0: report}
-    buffers: dict[int, dict[int, dict[str, Tensor]]] = {}  # by stage and replica; replica 0's are set at once
+    # By stage and replica. Replica 0's buffers are not here, because they go into the model at once.
+    buffers: dict[int, dict[int, dict[str, Tensor]]] = {}
     of_losses = {plan.replica_of(0): of_loss} if _sends_loss(run, 0) else {}
     for child in children_of(0, num_ranks):
         for other in subtree_of(child, num_ranks):
@@ -355,14 +356,12 @@ def _sums(figures: Sequence[_Report]) -> _Report:
 
 
 def _joined_transfers(of_segments: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Joins the transfers of one end of each channel, by channel."""
     return {name: _chained(each.get(name, []) for each in of_segments) for name in of_segments[-1]}
 
 
 def _joined_memory(
     of_segments: Sequence[dict[str, dict[str, int | None]]],
 ) -> dict[str, dict[str, int | None]]:
-    """Joins the memory figures of all segments, by term."""
     terms: dict[str, list[dict[str, int | None]]] = {}
     for memory in of_segments:
         for name, figures in memory.items():

@@ -144,7 +144,6 @@ class MemoryFile:
         return os.fspath(self._path), offset, content.nbytes
 
     def cut(self, size: int) -> None:
-        """Cuts the file back to this size."""
         if self._file is not None:
             self._file.truncate(size)
             self._file.seek(size)

@@ -80,7 +80,6 @@ class SparePool:
     def _terms(
         self, channels: Sequence[RunChannel], figures: StageBytes, pool_terms: Sequence[PoolTerm]
     ) -> dict[str, int]:
-        """Returns the bytes of each term of RunResult.memory."""
         run = self._run
         terms: dict[str, int] = {}
         for channel in channels:

@@ -257,7 +257,6 @@ class StagePool:
         self._core.add_term(TORCH_TENSORS, self._torch_pool_bytes, 1)
 
     def _add_terms(self, memory: MemoryPlan) -> None:
-        """Adds the planned terms of the stages to the pool."""
         posted = {channel.posted_into for channel in memory.channels}
         for stage in memory.stages:
             offload = Offload(memory.offloads_versions(stage), memory.offloads_activations(stage))
@@ -334,7 +333,6 @@ class StagePool:
         return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients, loss_scaling, start)
 
     def _tied_parameters(self, stage: int) -> dict[int, list[nn.Parameter]]:
-        """Returns the stage's tied parameters, by owner."""
         by_owner = ties_by_owner(stage, self.run.ties)
         return {owner: [tie.parameter for tie in ties] for owner, ties in by_owner.items()}
 
@@ -355,7 +353,6 @@ class StagePool:
 
     @property
     def _replica(self) -> int:
-        """The replica index of this worker."""
         return self.run.plan.replica_of(self.run.rank)
 
     def _make_server(

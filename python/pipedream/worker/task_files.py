@@ -212,7 +212,6 @@ def write_validation_data(graph: GraphWriter, folder: Path, validation: Validati
 
 
 def folder_of_validation(folder: Path) -> Path:
-    """Returns the folder for forwarded validation data, inside the run's folder."""
     return folder / "validation"
 
 

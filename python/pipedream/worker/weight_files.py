@@ -143,7 +143,6 @@ def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
 
 
 def write_averages(folder: Path, rank: int, averages: Mapping[str, Tensor]) -> None:
-    """Writes the averages that a local worker has, for the caller."""
     with (folder / _averages_file(rank)).open("wb") as file:
         write_tensors(averages, file)
 

@@ -201,7 +201,6 @@ class WorkerOptimizers:
         return found
 
     def _index_at_owner(self, tie: Tie) -> int:
-        """Returns the tie's index among the tied parameters of its owner."""
         owned = ties_by_owner(tie.stages[0], self._run.ties)[tie.stages[0]]
         return next(index for index, other in enumerate(owned) if other is tie)
 
