@@ -25,7 +25,7 @@ struct WakingDurations {
 // (push and pull).
 struct StageDurations {
   double forward_ms = 0;
-  double later_forward_ms = 0;  // of every microbatch of a minibatch but the first
+  double later_forward_ms = 0;  // for every microbatch of a minibatch but the first
   double backward_ms = 0;
   double later_backward_ms = 0;
   double recompute_ms = 0;

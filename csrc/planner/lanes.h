@@ -17,8 +17,8 @@ inline constexpr std::size_t kNoLine = static_cast<std::size_t>(-1);
 // The equal chunks of an item of a push or pull. Each chunk leaves as soon as it is made.
 struct LaneChunks {
   double number = 1;
-  double first_lead_ms = 0;  // of pushes: how long before the SEND the first chunk is made
-  double last_lead_ms = 0;   // of pushes: how long before the SEND the last chunk is made
+  double first_lead_ms = 0;  // pushes: how long before the SEND the first chunk is made
+  double last_lead_ms = 0;   // pushes: how long before the SEND the last chunk is made
   double update_ms = 0;  // time to update one chunk while the next arrives; 0 if updates wait for all chunks
 };
 
@@ -41,8 +41,8 @@ struct Lane {
   LaneChunks chunks = {};
   // For pushes to an asynchronous shard: the lane of the pull that answers.
   std::optional<std::size_t> answer = std::nullopt;
-  std::vector<double> arrivals_ms = {};  // by item: when the receiver may go on
-  std::vector<double> firsts_ms = {};    // of pushes, by item: when the first chunk arrives
+  std::vector<double> arrivals_ms = {};  // per item: when the receiver may go on
+  std::vector<double> firsts_ms = {};    // pushes, per item: when the first chunk arrives
   std::size_t num_taken = 0;
   bool is_awaited = false;
 
@@ -114,10 +114,10 @@ class Network {
   Span arrivals(const Made& made);
   static void arrive(SentItem& item, Span arrives, double now_ms);
 
-  std::vector<double> lines_free_ms_ = {};  // by line: when it is free to send again
+  std::vector<double> lines_free_ms_ = {};  // per line: when it is free to send again
   std::vector<Made> sent_ = {};             // the items of the current send() that use a line
   std::vector<std::size_t> in_order_ = {};  // indices of sent_, in ascending order of left_ms
-  std::vector<LineIn> lines_in_;            // by worker
+  std::vector<LineIn> lines_in_;            // one line per worker
   // By worker: when it had received the first chunk of every push of the round.
   std::vector<double> gathered_ms_;
   std::vector<Transfer>* transfers_;

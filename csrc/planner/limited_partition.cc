@@ -225,7 +225,7 @@ class LimitedSearch {
     double speed = 1;
     double sync_s = 0;
     double products_s = 0;
-    double memory_bytes = 0;  // of the worker that has the least
+    double memory_bytes = 0;  // memory of the worker that has the least
     double per_round = 1;     // minibatches per round
 
     [[nodiscard]] double time_s(double compute_s) const {

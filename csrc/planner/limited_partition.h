@@ -26,19 +26,19 @@
 namespace pipedream {
 
 struct PlanLimits {
-  std::vector<double> speeds;        // of each worker; empty: all 1
-  std::vector<double> memory_bytes;  // of each worker; empty: no limit
+  std::vector<double> speeds;        // one per worker; empty: all are 1
+  std::vector<double> memory_bytes;  // one per worker; empty: no limit
   MemoryCosts costs;
   bool may_recompute = true;                // a stage may recompute if it does not fit without
   std::vector<std::int64_t> last_layers;    // the last layer of each stage; empty: the search chooses
-  std::vector<std::int64_t> num_replicas;   // of each stage; empty: the search chooses
-  std::int64_t num_replicas_max = 1 << 30;  // of a stage
+  std::vector<std::int64_t> num_replicas;   // one per stage; empty: the search chooses
+  std::int64_t num_replicas_max = 1 << 30;  // of any stage
 };
 
 struct LimitedPartition {
   std::vector<PlannedStage> stages;
-  std::vector<bool> recompute;       // per stage
-  std::vector<double> memory_bytes;  // of a replica, per stage
+  std::vector<bool> recompute;       // one entry per stage
+  std::vector<double> memory_bytes;  // one entry per stage: bytes of one replica
   double bottleneck_s = 0;
 };
 

@@ -26,7 +26,7 @@ struct LayerCost {
   double compute_s = 0;  // forward and backward of one minibatch
   double activation_bytes = 0;
   double parameter_bytes = 0;
-  std::vector<FactoredWeight> factors = {};  // of parameters whose gradients may be pushed as factors
+  std::vector<FactoredWeight> factors = {};  // one per parameter whose gradient may be pushed as factors
 };
 
 struct PlannedStage {

@@ -34,7 +34,7 @@
 namespace pipedream {
 
 struct SimulatedRun {
-  Timeline timeline;                // by worker, in the order of its list
+  Timeline timeline;                // one list per worker, in the order of its instructions
   std::vector<Transfer> transfers;  // in the order in which they were sent
 };
 

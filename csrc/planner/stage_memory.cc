@@ -64,7 +64,7 @@ ReplicaWeights weights_of(const StageBytes& stage, const FactoredWeights::Sum& f
 // The encoded items that a replica exchanges with one neighbouring stage, over num_channels channels in each
 // direction.
 struct EncodedItems {
-  double item_bytes = 0;  // of a microbatch
+  double item_bytes = 0;  // bytes of a microbatch's item
   std::int64_t num_channels = 0;
   CodecShares received;
   std::int64_t num_slots = 0;

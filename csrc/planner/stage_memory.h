@@ -63,16 +63,16 @@ struct LayerMemory {
 // The bytes of memory that a codec needs for each byte that crosses a cut in one direction. They are 0 if
 // nothing is encoded.
 struct CodecShares {
-  double wire = 0;      // for the encoded item
-  double residual = 0;  // at the sender: for the values that topk has not sent yet
+  double wire = 0;      // bytes of the encoded item
+  double residual = 0;  // at the sender: bytes of the values that topk has not sent yet
 };
 
 // Figures that do not depend on the plan. The copies are multiples of the bytes of weights.
 struct MemoryCosts {
-  double model_copies = 1;  // of all weights: the model itself, in addition to versions and gradients
-  double state_copies = 0;  // of the weights that a replica updates: the optimizer's state
-  double step_copies = 0;   // of one layer's parameters: temporaries of an optimizer's step
-  double data_bytes = 0;    // of one minibatch
+  double model_copies = 1;  // copies of all weights: the model itself, in addition to versions and gradients
+  double state_copies = 0;  // copies of the weights that a replica updates: the optimizer's state
+  double step_copies = 0;   // copies of one layer's parameters: temporaries of an optimizer's step
+  double data_bytes = 0;    // bytes of one minibatch
   std::int64_t num_microbatches = 1;  // m
   CodecShares activations = {};
   CodecShares gradients = {};
@@ -90,9 +90,10 @@ struct MemoryCosts {
 // Bytes of a stage's weights.
 struct ReplicaWeights {
   double all = 0;
-  double largest = 0;   // of one layer
-  double factored = 0;  // of the weights whose gradients go as factors; every replica updates these
-  double factors = 0;   // of one replica's factors in a round
+  double largest = 0;  // bytes of the layer with the most
+  // Bytes of the weights whose gradients go as factors; every replica updates these weights.
+  double factored = 0;
+  double factors = 0;  // bytes of one replica's factors in a round
 };
 
 // The share of the dense weights that one replica owns: at most and at least.
@@ -130,12 +131,13 @@ struct ShardShare {
 // minibatch.
 struct StageBytes {
   double parameters = 0;
-  double frozen = 0;  // parameters that are not trained
+  double frozen = 0;  // bytes of parameters that are not trained
   double saved = 0;
-  double input = 0;    // activations from upstream; 0 at the first stage
-  double output = 0;   // activations to downstream; 0 at the last stage
-  double widest = 0;   // the largest activation at a boundary between layers of the stage, or at its cuts
-  double largest = 0;  // the most parameters of one layer
+  double input = 0;   // bytes of activations from upstream; 0 at the first stage
+  double output = 0;  // bytes of activations to downstream; 0 at the last stage
+  // Bytes of the largest activation at a boundary between layers of the stage, or at its cuts.
+  double widest = 0;
+  double largest = 0;  // bytes of the parameters of the layer with the most
   FactoredWeights factored;
   bool is_first = false;
   bool is_last = false;
@@ -147,9 +149,9 @@ struct StageBytes {
 };
 
 struct StageCopies {
-  std::int64_t num_replicas = 0;   // 0 if there is no such stage
+  std::int64_t num_replicas = 0;   // 0 if the stage does not exist, as upstream of the first stage
   std::int64_t in_flight = 0;      // microbatches in flight at each replica
-  std::int64_t num_versions = 0;   // that each replica keeps, without the versions for a staleness
+  std::int64_t num_versions = 0;   // versions that each replica keeps, without the versions for a staleness
   std::int64_t own_per_round = 1;  // c: how many microbatches of a round a replica has
 
   // Returns the copies under schedule "pipedream": c = lcm(m, r) / r, and 1 + ceil((n - 1) / c) versions.

@@ -43,7 +43,7 @@ struct TimelineSummary {
   }
 };
 
-using Timeline = std::vector<std::vector<TimedStep>>;  // by worker, in order
+using Timeline = std::vector<std::vector<TimedStep>>;  // one list per worker, in the order of its steps
 
 // Sums up a timeline. minibatches_per_body: the number of minibatches after which the lists repeat. The
 // length of the steady window is a multiple of this number.

@@ -93,7 +93,7 @@ class Lease {
 struct TermReport {
   std::string name;
   MemoryKind kind = MemoryKind::kDevice;
-  std::size_t slot_bytes = 0;  // as the user asked for
+  std::size_t slot_bytes = 0;  // the size that the user asked for
   std::int64_t num_slots = 0;
   std::size_t planned_bytes = 0;  // with the gaps that kSlotAlignment needs between slots
   std::size_t peak_bytes = 0;     // the most that was leased at once, with the gaps

@@ -70,11 +70,11 @@ class StageChecker {
   const Rounds rounds_;
   const std::int64_t num_minibatches_;
   const std::int64_t num_own_;  // how many items the replica has in the run
-  const VersionRule rule_;      // of forwards
+  const VersionRule rule_;      // the rule of forwards
   const std::int64_t num_microbatches_;
   const std::int64_t window_;
   const std::int64_t num_kept_;
-  const std::int64_t num_gradients_kept_;  // in rounds
+  const std::int64_t num_gradients_kept_;  // number of rounds
   const bool drains_;
   const bool stashes_;
   const bool recomputes_;

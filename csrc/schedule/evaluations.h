@@ -82,11 +82,11 @@ class Evaluations {
   std::int64_t group_size_ = 1;            // minibatches between two boundaries
   bool may_be_first_ = false;              // an evaluation may come before the first forward of its minibatch
   bool is_early_ = true;                   // the block has the first of the two places above
-  std::int64_t num_ahead_ = 1;             // for the second place: max(1, n_0 - 1) microbatches
+  std::int64_t num_ahead_ = 1;             // number of microbatches, for the second place: max(1, n_0 - 1)
   std::int64_t num_chunks_ = 1;            // stages of the worker
   std::int64_t group_ = 1;                 // validation minibatches in a row at one stage
-  std::vector<MinibatchId> boundaries_;    // not evaluated yet, ascending
-  std::int64_t index_ = 0;                 // of the EVALUATE in the block of the first boundary
+  std::vector<MinibatchId> boundaries_;    // boundaries that are not evaluated yet, ascending
+  std::int64_t index_ = 0;                 // position of the EVALUATE in the block of the first boundary
   std::optional<std::int64_t> last_item_;  // microbatch number of the last EVALUATE of each stage
 };
 

@@ -22,7 +22,7 @@ struct Instruction {
   // An EVALUATE and its transfers: `minibatch` is the boundary, the minibatch before which the weights are
   // evaluated. `microbatch` is the number of the validation minibatch.
   WeightVersion version;   // the version that is read or written; 0 if there is none
-  Edge edge{};             // of SEND and RECV
+  Edge edge{};             // the edge of a SEND or RECV
   ReplicaIndex replica{};  // the stage's replica; for SEND and RECV the replica at this end of the edge
 
   friend bool operator==(const Instruction&, const Instruction&) = default;

@@ -134,7 +134,7 @@ ListedProgram ListedProgram::of(const ScheduleOptions& given) {
     const std::int64_t versions = minibatches / rounds.minibatches_per_round;
     const std::int64_t own = versions * rounds.own_per_round();  // a replica's microbatches in one body
     const std::int64_t num_updates = versions * static_cast<std::int64_t>(stages_at(options, rank).size());
-    const std::int64_t num_bodies = 6 + 2 * in_flight_max / own;  // enough that the last bodies repeat
+    const std::int64_t num_bodies = 6 + 2 * in_flight_max / own;  // so many that the last bodies are alike
     std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * num_updates);
     const std::int64_t last_body = length_with_updates(list, (num_bodies - 1) * num_updates);
     const auto per_body = static_cast<std::int64_t>(list.size()) - last_body;

@@ -52,7 +52,7 @@ class ListedProgram {
  public:
   // A worker's list.
   struct List {
-    std::vector<Instruction> instructions;  // of the warm-up, then of the body
+    std::vector<Instruction> instructions;  // those of the warm-up, then those of the body
     std::size_t num_warm_up = 0;
     // Each instruction's line in the text; empty if the list comes from no text.
     std::vector<std::int64_t> lines{};
@@ -201,8 +201,8 @@ class ListedProgram {
   std::int64_t minibatches_per_body_;
   std::int64_t num_microbatches_ = 1;
   Placement placement_;
-  std::vector<Rounds> rounds_;  // by stage
-  std::vector<Facts> facts_;    // by stage
+  std::vector<Rounds> rounds_;  // one entry per stage
+  std::vector<Facts> facts_;    // one entry per stage
   bool drains_ = false;
 };
 

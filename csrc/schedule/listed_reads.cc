@@ -13,7 +13,7 @@ ListedReads::ListedReads(std::vector<std::int64_t> versions, std::int64_t number
       numbers_per_body_(numbers_per_body),
       versions_per_body_(versions_per_body) {
   const auto body = versions_.end() - numbers_per_body_;
-  // The oldest that all later bodies read.
+  // The oldest version that any later body reads.
   std::int64_t oldest = *std::min_element(body, versions_.end()) + versions_per_body_;
   for (auto version = oldest_.rbegin(); version != oldest_.rend(); ++version) {
     oldest = *version = std::min(oldest, *version);

@@ -37,7 +37,7 @@ class Placement {
   // These functions throw UserError for a stage or a replica that the placement does not have.
   [[nodiscard]] std::int64_t num_replicas(StageIndex stage) const;
   [[nodiscard]] std::int64_t num_owners(StageIndex stage) const;         // number of replicas and spares
-  [[nodiscard]] std::int64_t num_spares() const { return num_spares_; }  // of all stages together
+  [[nodiscard]] std::int64_t num_spares() const { return num_spares_; }  // spares of all stages together
   [[nodiscard]] Rank rank_of(StageIndex stage, ReplicaIndex replica = {}) const;
 
   // Returns the places at the rank, in the order of stages. Empty for a rank that the placement does not use.
@@ -59,7 +59,7 @@ class Placement {
   explicit Placement(std::vector<Place> places);  // all places of the stages, in any order
   [[nodiscard]] const Stage& stage_at(StageIndex stage) const;
 
-  std::vector<Place> places_;  // by stage and replica, without gaps
+  std::vector<Place> places_;  // sorted by stage and replica, without gaps
   std::vector<Stage> stages_;
   std::int64_t num_ranks_ = 0;
   std::int64_t num_spares_ = 0;

@@ -30,8 +30,8 @@
 //
 // So under pipedream with m >= n_s only the first n_s - 1 microbatches of a minibatch are one update late.
 
-// Draining. flush, gpipe, model_parallel, data_parallel and interleaved drain: they forward a minibatch only
-// after the update of the minibatch before.
+// Draining. flush, gpipe, model_parallel, data_parallel and interleaved drain. Without replicas that means:
+// they forward a minibatch only after the update of the minibatch before.
 
 // Replicas. In a stage with r_s replicas, microbatch k goes to replica k mod r_s. Each replica has a program
 // of its own, over its own microbatches in their order. A round is R_s = lcm(m, r_s) / m minibatches in a
@@ -130,7 +130,7 @@ struct ScheduleOptions {
   std::vector<std::int64_t> in_flight = {1};  // n_s of every replica of each stage
   std::int64_t num_microbatches = 1;          // m, the same for every minibatch
   Placement placement;                        // empty: stage s at rank s, one replica of each
-  std::vector<bool> recompute{};              // per stage; empty: nowhere
+  std::vector<bool> recompute{};              // one entry per stage; empty: no stage recomputes
   std::vector<TiedStages> ties{};             // ascending, each pair once
   // Whether norms of gradients are exchanged before every update: over all stages if the schedule drains,
   // otherwise over the replicas of a stage.
@@ -188,7 +188,7 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 
 [[nodiscard]] std::int64_t num_stages(const ScheduleOptions& options);
 [[nodiscard]] std::int64_t num_workers(const ScheduleOptions& options);
-// Returns options.placement, or stage s at rank s if that is empty.
+// Returns options.placement. If that is empty, returns a placement with stage s at rank s.
 [[nodiscard]] Placement placement_of(const ScheduleOptions& options);
 [[nodiscard]] bool has_replicas(const ScheduleOptions& options);  // whether any stage has replicas
 // Returns the stage's Rounds: how its microbatches go to replicas and updates.
@@ -302,12 +302,12 @@ class ComputeCursor {
   std::optional<std::int64_t> num_minibatches_;
 
   // Values that the options give for this worker.
-  std::vector<StageIndex> stages_;  // by chunk (microbatch_order.h)
+  std::vector<StageIndex> stages_;  // the worker's stages, by chunk (microbatch_order.h)
   ReplicaIndex replica_;            // the worker's replica of its only stage; 0 if it has several stages
   MicrobatchOrder order_;
   // These members are the same for every stage of this worker.
   Rounds rounds_;
-  Rounds positions_;  // as rounds_, but it counts positions of order_ instead of microbatches
+  Rounds positions_;  // rounds_, but counting positions of order_ instead of microbatches
   VersionRule forward_rule_;
   VersionRule backward_rule_;
   std::int64_t window_ = 1;
@@ -318,9 +318,9 @@ class ComputeCursor {
   // too.
   std::int64_t num_forwarded_ = 0;
   std::int64_t num_backwarded_ = 0;
-  std::int64_t num_updates_ = 0;  // of all stages of this worker
+  std::int64_t num_updates_ = 0;  // updates of all stages of this worker
   bool recomputed_ = false;       // whether the RECOMPUTE before the next BACKWARD is done
-  std::int64_t position_ = 0;     // in the list of a written program
+  std::int64_t position_ = 0;     // position in the list of a written program
 };
 
 // Makes the list of what one worker computes, up to minibatch num_minibatches - 1. Throws UserError as

@@ -157,10 +157,10 @@ struct Rounds {
 struct VersionRule {
   std::int64_t num_replicas = 1;            // r
   std::int64_t own_per_round = 1;           // c
-  std::int64_t delay = 0;                   // in microbatches of one replica
+  std::int64_t delay = 0;                   // number of microbatches of one replica
   std::int64_t microbatches_per_round = 1;  // M
   std::int64_t lowest = 0;                  // the oldest version that exists
-  std::int64_t staleness = 0;               // in rounds
+  std::int64_t staleness = 0;               // number of rounds
   const ListedReads* listed = nullptr;      // the reads of a written program, else null; outlives the rule
   // For written programs only: the number of the run's first microbatch. The run starts with version
   // `lowest`.

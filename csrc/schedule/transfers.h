@@ -164,12 +164,12 @@ class Transfers {
   std::vector<StageIndex> stages_;  // the worker's stages
   ReplicaIndex replica_;            // the worker's replica of its only stage; 0 if it has several stages
   std::int64_t num_owners_ = 1;     // owners of the stage's shards
-  std::vector<Rounds> rounds_;      // by stage of the plan
+  std::vector<Rounds> rounds_;      // one entry per stage of the plan
   bool drains_ = false;
   bool stashes_ = true;
   bool exchanges_shards_ = false;        // whether replicas of the stage push and pull shards
   VersionRule rule_;                     // the rule of forwards; used if the worker's only stage has replicas
-  std::vector<VersionRule> tied_rules_;  // of each of options_.ties
+  std::vector<VersionRule> tied_rules_;  // one entry per entry of options_.ties
   std::optional<StageReplica> upstream_;  // the neighbouring worker for norms, named by its first stage
   std::optional<StageReplica> downstream_;
 };
@@ -225,7 +225,7 @@ class ProgramCursor {
   Evaluations evaluations_;
   Transfers transfers_;
   std::vector<Instruction> instructions_;  // the next computing instruction and its transfers
-  std::size_t position_ = 0;               // of current() in instructions_
+  std::size_t position_ = 0;               // position of current() in instructions_
   std::optional<Instruction> computed_;    // the next computing instruction; none at the end
   std::int64_t num_finals_ = 0;            // how often add_final() was called
   // RECVs of versions that are done already: before a forward that turned out not to exist, or for an

@@ -69,7 +69,7 @@ class Pipeline {
   // services (make_services()), which wait only for workers.
   [[nodiscard]] std::vector<ListPosition> stuck(std::size_t num_workers) const;
   [[nodiscard]] std::string describe(const std::vector<ListPosition>& stuck) const;
-  [[nodiscard]] const std::vector<Queue>& queues() const { return queues_; }  // by edge
+  [[nodiscard]] const std::vector<Queue>& queues() const { return queues_; }  // one entry per edge
 
  private:
   bool step(std::size_t worker);
@@ -81,8 +81,9 @@ class Pipeline {
   }
 
   const Programs& programs_;
-  std::vector<std::vector<std::size_t>> edge_indices_;  // per worker and instruction; kNoEdge if it computes
-  std::vector<std::size_t> positions_;                  // per worker
+  // Per worker and instruction: the index of its edge, or kNoEdge if it computes.
+  std::vector<std::vector<std::size_t>> edge_indices_;
+  std::vector<std::size_t> positions_;  // each worker's position in its list
   std::vector<Queue> queues_;
   // These members count updates by a collective, per worker: the replicas that update together with the
   // worker, itself included; how many updates it has reached; whether it waits at an update.

@@ -83,13 +83,13 @@ struct AdamFactors {
   T gradient_scale;  // negative to maximize
   T weight_decay;
   T weight_share;  // 1 - lr * weight_decay if it is decoupled, otherwise 1
-  T lerp_factor;   // of the difference between the gradient and the first moment
+  T lerp_factor;   // multiplies the difference between the gradient and the first moment
   T beta2;
   T square_share;  // 1 - beta2
   T root_divisor;  // sqrt(1 - beta2 ^ step)
   T eps;
-  T minus_step_size;           // of the first moment: -lr / (1 - beta1 ^ step), or that of NAdam
-  T minus_gradient_step_size;  // of the gradient; for NAdam only
+  T minus_step_size;  // multiplies the first moment: -lr / (1 - beta1 ^ step), or the value for NAdam
+  T minus_gradient_step_size;  // multiplies the gradient; for NAdam only
 };
 
 // Returns the new weight and overwrites the moments with the new moments. Without amsgrad, max_exp_avg_sq is

@@ -66,7 +66,7 @@ class ThreadTeam {
     Task task = nullptr;
     const void* context = nullptr;
     std::int64_t num_tasks = 0;
-    int num_shares = 0;  // one per thread
+    int num_shares = 0;  // one share per thread
   };
   struct alignas(64) Share {
     std::atomic<std::int64_t> next_task{0};
@@ -84,7 +84,7 @@ class ThreadTeam {
   void claim_share(int share_index);
   [[nodiscard]] std::int64_t share_begin(int share_index) const;
 
-  std::atomic<bool> in_use_{false};     // by a thread in run()
+  std::atomic<bool> in_use_{false};     // whether a thread is in run()
   std::atomic<bool> is_helped_{false};  // whether home_ has a value
   std::atomic<OpenMpParallel> openmp_parallel_{nullptr};
   std::atomic<OpenMpThreadIndex> openmp_thread_index_{nullptr};

@@ -22,7 +22,7 @@ class VersionSlots {
 
   [[nodiscard]] WeightVersion newest() const { return newest_; }
   [[nodiscard]] std::int64_t num_slots() const;
-  [[nodiscard]] std::int64_t num_live() const;  // versions that are newest or still read
+  [[nodiscard]] std::int64_t num_live() const;  // number of versions that are newest or still read
 
   // Counts a new reader of the version, and returns its slot. The reader is a forward, which keeps the
   // version until its backward is done. Aborts if no slot holds the version.

@@ -21,8 +21,8 @@ class HostMemory final : public Memory {
 
  private:
   std::byte* data_ = nullptr;
-  std::size_t size_bytes_ = 0;    // as the caller asked for
-  std::size_t mapped_bytes_ = 0;  // rounded up to whole pages
+  std::size_t size_bytes_ = 0;    // the size that the caller asked for
+  std::size_t mapped_bytes_ = 0;  // the size rounded up to whole pages
 };
 
 // Returns the system's page size: 4 KiB on most machines, 16 or 64 KiB on some machines with ARM processors.
