@@ -336,7 +336,8 @@ class KeyedDraws:
             return call()
 
     def _next_call(self, module: nn.Module) -> int | None:
-        """Returns the position of a module's next call after the present position; None for a module without
+        """Returns the first position of the module that comes after the present position. A module that is
+        called more often than in the trace gets the present position plus 1. None for a module without
         positions.
         """
         before = _seed_of_host() >> _LOW_BITS
