@@ -21,7 +21,7 @@ from pipedream.checkpoint.checkpoint_folder import checkpoints_in, find_checkpoi
 from pipedream.checkpoint.whole_model import read_whole_state
 from pipedream.planning.plan import Plan, Stage
 from torch import nn
-from training import OPTIMIZERS, State, Training, assert_equal_state, is_rank_0
+from training import OPTIMIZERS, State, Training, assert_equal_state, is_rank_0, weight_decay_by_name
 
 _falling = functools.partial(
     torch.optim.lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=60, cycle_momentum=False
@@ -324,6 +324,16 @@ def test_a_run_with_asynchronous_shards_continues_with_its_plan_and_with_another
             assert_equal_state(continued[1], whole[1])
 
 
+_BY_NAME = {
+    "adafactor": functools.partial(torch.optim.Adafactor, lr=0.05),
+    "rates by name": weight_decay_by_name,
+}
+
+
+def _decayed(step: int) -> float:
+    return 1 / (1 + step)
+
+
 def _continue(training: Training, checkpoints: Checkpoints) -> tuple[list[float], State]:
     losses, state, _ = _train(training, checkpoints)
     return losses, state
@@ -335,6 +345,9 @@ def _continue(training: Training, checkpoints: Checkpoints) -> tuple[list[float]
         ("mlp", "adam", {"num_stages": 2}),
         ("transformer", "adamw", {"num_stages": 4}),
         ("tied_apart", "sgd", {"num_stages": 1}),
+        ("mlp", "adafactor", {"num_stages": 2}),
+        ("mlp", "rates by name", {"num_stages": 2}),
+        ("mlp", "rates by name", {"num_stages": 1}),
         ("mlp", "adam", {"num_stages": 1, "schedule": "data_parallel", "replicas": (2,), "microbatches": 2}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
@@ -344,7 +357,12 @@ def test_another_plan_goes_on_from_the_newest_version_of_each_parameter(
 ) -> None:
     """Draining schedules give the numbers of plain training, whatever the plan."""
     make = functools.partial(
-        Training, case_name, num_minibatches=4, optimizer=OPTIMIZERS[optimizer], short_last=False
+        Training,
+        case_name,
+        num_minibatches=4,
+        optimizer=_BY_NAME.get(optimizer) or OPTIMIZERS[optimizer],
+        lr_scheduler=functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_decayed),
+        short_last=False,
     )
     first = make(num_stages=3, schedule="flush", microbatches=1)
     folder = tmp_path / "whole"

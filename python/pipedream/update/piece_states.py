@@ -31,34 +31,31 @@ class _Elements(NamedTuple):
 
 
 def joined_states(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Joins the states of parameters, or of their pieces, to states of whole parameters. The tensors with one
-    number per element are flat and of type _Elements, as cut_out() takes them."""
-    pieces: dict[str, list[tuple[int, int | None, Any]]] = {}
+    """Joins the states of pieces to states of whole parameters, as cut_out() takes them. The tensors with one
+    number per element are then flat and of type _Elements. States of whole parameters stay as they are."""
+    joined: dict[str, Any] = {}
+    pieces: dict[str, list[tuple[int, Any]]] = {}
     for name, state in named:
         whole, first, end = piece_in(name)
-        pieces.setdefault(whole, []).append((first, end - first or None, state))
-    joined: dict[str, Any] = {}
+        if end > first and isinstance(state, dict):
+            pieces.setdefault(whole, []).append((first, _with_elements(state, end - first)))
+        else:
+            joined[whole] = state
     for name, found in pieces.items():
-        of_pieces = [
-            _with_elements(state, count) for _, count, state in sorted(found, key=lambda row: row[0])
-        ]
+        of_pieces = [state for _, state in sorted(found, key=lambda row: row[0])]
         joined[name] = of_pieces[0]
-        for key, value in of_pieces[0].items() if isinstance(of_pieces[0], dict) else ():
+        for key, value in of_pieces[0].items():
             if isinstance(value, _Elements):
                 joined[name][key] = _Elements(torch.cat([state[key].flat for state in of_pieces]))
     return joined
 
 
-def _with_elements(state: Any, count: int | None) -> Any:
+def _with_elements(state: dict[str, Any], count: int) -> dict[str, Any]:
     """Marks the tensors that have one number for each element of the parameter as _Elements. count: the
-    number of elements. None takes the size of the largest tensor."""
-    if not isinstance(state, dict):
-        return state
-    sizes = [value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
-    size = max(sizes, default=0) if count is None else count
+    number of elements."""
     return {
-        key: _Elements(torch.as_strided(value, (size,), (1,)))
-        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == size
+        key: _Elements(torch.as_strided(value, (count,), (1,)))
+        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == count
         else value
         for key, value in state.items()
     }
@@ -69,7 +66,13 @@ def cut_out(state: Any, name: str, master: Tensor) -> Any:
     piece, its name says which piece."""
     if not isinstance(state, dict):
         return state
-    _, first, _ = piece_in(name)
+    _, first, end = piece_in(name)
+    if not any(isinstance(value, _Elements) for value in state.values()):  # it was not joined
+        sizes = [value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+        # The size of a piece's whole parameter is not known. Adafactor has no tensor with that size: those
+        # with a number for each row or column go to the only piece.
+        count = max([size for size in sizes if size >= end], default=0) if end > first else master.numel()
+        state = _with_elements(state, count)
 
     def cut(value: Any) -> Any:
         if not isinstance(value, _Elements):

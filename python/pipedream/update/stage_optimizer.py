@@ -35,6 +35,8 @@ __all__ = ["StageOptimizer"]
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a parameter group; CyclicLR has the last two
 
+_BY_GROUP = ("base_lrs", "_last_lr", "max_lrs", "base_momentums", "max_momentums")  # lists of a scheduler
+
 
 class StageOptimizer:
     """Makes version v + 1 from version v and a minibatch's gradients.
@@ -273,7 +275,9 @@ class StageOptimizer:
         self._load({"state": state, "param_groups": groups, **others})
         if self._scheduler is not None:
             tensors, document = parts[0]
-            self._scheduler.load_state_dict(decode(document["scheduler"]["state"], tensors, device))
+            content = decode(document["scheduler"]["state"], tensors, device)
+            self._scheduler.load_state_dict(_without_groups(content, len(groups)))
+            _take_rates_of(self.optimizer, self._scheduler)
 
     @property
     def _device(self) -> torch.device | None:
@@ -450,6 +454,27 @@ def _scale_scheduler(scheduler: Any, factor: float) -> None:
         scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
     for part in getattr(scheduler, "_schedulers", ()):  # the parts of a chained or sequential scheduler
         _scale_scheduler(part, factor)
+
+
+def _without_groups(state: dict[str, Any], num_groups: int) -> dict[str, Any]:
+    """Returns a scheduler's state without its lists of a value per group. Another stage has other groups."""
+    kept = {name: value for name, value in state.items() if name not in _BY_GROUP}
+    functions = state.get("lr_lambdas")
+    if functions is not None and len(functions) != num_groups:
+        kept["lr_lambdas"] = [None] * num_groups  # functions have no state, only objects that are called
+    if "_schedulers" in state:
+        kept["_schedulers"] = [_without_groups(part, num_groups) for part in state["_schedulers"]]
+    return kept
+
+
+def _take_rates_of(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Gives the scheduler the rates of its optimizer's groups."""
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+    if hasattr(scheduler, "_last_lr"):
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+    for part in getattr(scheduler, "_schedulers", ()):
+        _take_rates_of(optimizer, part)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
