@@ -119,7 +119,7 @@ struct ShardShare {
 //                       + r s                       if asynchronous: its shard apart from versions, and a
 //                                                   copy for each other replica
 //
-// g is 1 + half of the staleness, and one more each for factors and for spares, which may wait. c is the
+// Here g is 1 + half of the staleness, and one more each for factors and for spares, which may wait. c is the
 // bytes of the parameters that other replicas own. s is the bytes of its shard: d / r, or with whole tensors
 // at most d / r + (1 - 1 / r) largest. The reason is that the largest tensors are dealt first, each to the
 // shard that has least.

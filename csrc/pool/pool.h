@@ -4,7 +4,7 @@
 //
 // Leasing takes constant time, allocates nothing and never waits. Any thread may lease and release, because
 // the head of a term's list of free slots is one atomic word. A Lease must not outlive the Pool.
-//
+
 // Poison: if it is on (poison_by_default()), every free slot is filled with kPoisonByte from the seal on. A
 // read before the first write or after the release then gives NaN in every float type and -1 in signed
 // integers, which is easy to see. Only memory that the CPU can write is filled. Other device memory would

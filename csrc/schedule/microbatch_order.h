@@ -11,7 +11,7 @@
 //   backward   b0  b1  a0  a1  b2  -   a2  -
 //
 // The last group is filled up with microbatches that do not exist (-). Their positions are skipped.
-//
+
 // No number of microbatches leads to a deadlock. With full groups the order is that of Megatron-LM, which has
 // no deadlock. Leaving out a microbatch at all stages adds no deadlock, because no other microbatch waits for
 // it.

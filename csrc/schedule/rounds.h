@@ -9,7 +9,7 @@
 // A microbatch's number counts from minibatch 0: with m microbatches per minibatch, microbatch q of minibatch
 // i has number i m + q. Microbatches go to the replicas in turn. A round is the smallest number of
 // minibatches that gives each replica equally many microbatches; a schedule may need longer rounds.
-//
+
 // Rounds are counted from minibatch 0, and round j makes version j + 1 from version j. With asynchronous
 // shards (program.h) each replica's microbatches of a round are a round of their own and make a version of
 // their own. Spares (program.h) have no microbatches. Their replica indices come after those of the replicas.

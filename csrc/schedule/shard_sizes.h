@@ -20,18 +20,19 @@ inline constexpr std::int64_t kNumSpareSlots = 4;
 // Small chunks shorten this time. But each chunk costs processor time, so large shards have larger chunks.
 [[nodiscard]] std::size_t shard_chunk_bytes_max(std::size_t shard_bytes);
 
-// Returns the relative sizes of the shards of n replicas and k spares, for a stage with M bytes of
-// parameters. Let a be a replica's share of M, and b a spare's. In a round a replica sends each other replica
-// a M bytes of gradients, for the receiver's shard, and a M bytes of the new version of its own shard. It
-// sends each spare b M bytes of gradients. All receivers get equal parts of the link's bandwidth. So all
-// finish at the same time if b is 2 a. The last column has the bytes that a link carries in a round:
+// Returns the relative sizes of the shards of n replicas and k spares. Throws UserError for n < 1, k < 0,
+// k > n, and for n = 1 with spares.
+//
+// The stage has M bytes of parameters, a replica's shard a M bytes, and a spare's shard b M bytes. In a round
+// a replica sends each other replica a M bytes of gradients and a M bytes of its own shard's new version. It
+// sends each spare b M bytes of gradients. All flows on a link get equal bandwidth, so they end at the same
+// time if b = 2 a. With many spares it is better that they own everything. The bytes on a link in a round:
 //
 //   a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    2 (n + k - 1) / (n + 2 k) M
-//   a = 0                b = 1 / k            n / k M, which is less if n^2 <= 2 k (k - 1)
+//   a = 0                b = 1 / k            n / k M, used if n^2 <= 2 k (k - 1), where it is not more
 //
-// For k = 1 and k = n these are the shares of BytePS (OSDI'20, section 4.1). For other k the shares of BytePS
-// would make flows to spares end later than flows to replicas, because all flows on a link get equal
-// bandwidth. Throws UserError for n < 1, k < 0, k > n, and for n = 1 with spares.
+// For k = 1 and k = n these are the shares of BytePS (OSDI'20, section 4.1). With BytePS's shares for other k
+// the flows to spares would end later than the flows to replicas.
 [[nodiscard]] std::vector<std::int64_t> shard_shares(std::int64_t num_replicas, std::int64_t num_spares);
 
 }  // namespace pipedream

@@ -322,11 +322,12 @@ class TransferChecker {
   const Rounds rounds_;         // the same at all stages of the worker
   Transfers transfers_;
 
-  std::vector<Instruction> unsent_;                    // SENDs of items that are made and not sent yet
-  std::vector<Instruction> unused_;                    // RECVs whose items are not used yet
-  std::vector<Instruction> owed_;                      // RECVs of tied gradients that must follow a backward
-  std::map<Edge, WeightVersion> newest_received_;      // the newest version that has come over each edge
-  std::map<StageIndex, std::int64_t> num_backwarded_;  // number of this replica's microbatches
+  std::vector<Instruction> unsent_;                // SENDs of items that are made and not sent yet
+  std::vector<Instruction> unused_;                // RECVs whose items are not used yet
+  std::vector<Instruction> owed_;                  // RECVs of tied gradients that must follow a backward
+  std::map<Edge, WeightVersion> newest_received_;  // the newest version that has come over each edge
+  // How many of this replica's microbatches are backwarded.
+  std::map<StageIndex, std::int64_t> num_backwarded_;
   std::int64_t next_round_;
   std::vector<Instruction> pushes_;         // SENDs of pushes that must come before the round's update
   std::size_t num_updated_ = 0;             // how many stages have updated in this round

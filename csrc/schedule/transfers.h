@@ -28,6 +28,9 @@
 //   after UPDATE      at an owner: SEND tied_version to the replicas of every user
 //                     at a replica: SEND pull to every other replica
 //                     for unstashed, which has one slot: RECV pull from every other replica
+
+// Evaluations (evaluations.h) and the end of the list add:
+//
 //   before EVALUATE   RECV evaluation from upstream
 //                     before the first EVALUATE of a boundary: RECV tied_version and RECV pull of the
 //                     versions up to the boundary's that have not come yet
