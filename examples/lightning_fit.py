@@ -122,7 +122,7 @@ def main() -> None:
     L.seed_everything(1)
     module = ByteModel(options.width, options.blocks, options.context, options.learning_rate)
     best = ModelCheckpoint(options.output_dir, monitor="val_loss", save_last=True)
-    # On one device: trainer = L.Trainer(max_epochs=3, ...); trainer.fit(module, datamodule=Documents(...))
+    # A script for one device would call L.Trainer(max_epochs=3, ...).fit(module, datamodule=Documents(...)).
     trainer = fit(
         module,
         datamodule=Documents(options.context, options.batch_size, options.examples),

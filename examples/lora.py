@@ -88,7 +88,7 @@ def main() -> None:
             gradient_accumulation_steps=options.accumulation,
             learning_rate=options.learning_rate,
             lr_scheduler_type="constant",
-            remove_unused_columns=False,  # examples are lists of tokens
+            remove_unused_columns=False,  # there are no columns, because examples are lists of tokens
             eval_strategy="steps",
             eval_steps=max(1, options.updates // 4),
             eval_on_start=True,

@@ -8,8 +8,7 @@
                the transports (CUDA IPC, and staging through shared memory and through tcp) and the errors for
                a user's mistakes on a device
     speed      compares transfers between devices through a channel with plain CUDA copies, and a worker with
-    a
-               plain loop; records the timelines of copies and kernels
+               a plain loop; records the timelines of copies and kernels
     models     compares two workers with a plain loop on a Llama-like model in bfloat16; runs two examples on
                the GPU
 
@@ -209,7 +208,7 @@ def models_steps() -> list[Step]:
 
 
 GROUPS: dict[str, tuple[bool, Callable[[], list[Step]]]] = {
-    # By group: (whether pipedream must be installed, the function that returns the group's steps).
+    # name -> (whether pipedream must be installed, the function that returns the group's steps)
     "core": (False, core_steps),
     "training": (True, training_steps),
     "speed": (True, speed_steps),

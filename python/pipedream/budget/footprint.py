@@ -216,8 +216,8 @@ class WorkMeter:
 
     @property
     def transient_peak_bytes(self) -> int:
-        """Peak bytes minus the peak of the stash. The stash may have been smaller at the moment of the first
-        peak, but only the sum of stash and transient matters."""
+        """Peak bytes minus the peak of the stash. When the bytes peaked, the stash may have been smaller than
+        at its own peak. But only the sum of stash and transient bytes matters."""
         return max(self._peak_bytes - self.stash_peak_bytes, 0)
 
     def kept_bytes(self) -> int:

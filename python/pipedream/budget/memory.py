@@ -65,7 +65,7 @@ __all__ = [
 WEIGHT_VERSIONS = "weight versions"
 TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
-MASTERS = "float32 masters"  # the masters of bfloat16 parameters
+MASTERS = "float32 masters"  # float32 copies of bfloat16 parameters, which the optimizer updates
 AVERAGES = "averages of weights"  # of callbacks.EMA
 PUSHES = "pushed chunks"
 # With asynchronous shards a replica has the newest version of its own shard, and one copy of it for each
@@ -88,15 +88,15 @@ EVALUATION = "evaluation"
 _NUM_RELEASED_LATE = 1  # items that the receiver has used but whose memory the sender has not freed yet
 _NO_LIMIT = 1 << 60
 _PERIOD_MAX = 1 << 12  # the most microbatches that _num_within_rounds() looks at
-_GENERATOR_BYTES = 8192  # state of torch's generators, which a recompute needs
+_GENERATOR_BYTES = 8192  # the states of torch's random generators, which a recompute needs
 
 Terms = dict[str, int]
 
 
 @dataclass(frozen=True)
 class PushedFactors:
-    """Sizes of a stage's gradients at one replica if some are pushed as factors. A round is the minibatches
-    of one update."""
+    """Sizes of a stage's gradients at one replica if some are pushed as factors. A factor is one of two
+    matrices whose product is the gradient of a weight. A round is the minibatches of one update."""
 
     weight_bytes: int = 0
     """Bytes of the weights that are pushed as factors. No backward makes their gradients."""
@@ -361,12 +361,12 @@ def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
 
 
 def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Returns how many microbatches of one replica of this stage may be in flight at the stage upstream, over
-    all its replicas.
+    """Counts the microbatches that one replica of this stage computes. Returns how many of them may be in
+    flight at the stage upstream at once.
 
     The result is the smaller of two bounds: the microbatches that the edges from the stage upstream may have
-    in flight, and _num_within_rounds(). It holds even if a link is slow for gradients and fast for
-    activations.
+    in flight, and _num_within_rounds(). It holds even if gradients travel slowly and activations travel fast.
+
     stage: not the first.
     """
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
@@ -442,7 +442,8 @@ def _more_recompute(memory: MemoryPlan) -> Iterator[MemoryPlan]:
 
 
 def _more_offloaded(part: str, memory: MemoryPlan) -> Iterator[MemoryPlan]:
-    """part: the field of Offload to turn on."""
+    """Yields a variant for each stage in which one more part of the stage is offloaded. part: a field of
+    Offload."""
     for stage in memory.plan.stages_of(memory.rank):
         yield memory.with_offload(stage, replace(memory.offload.get(stage, Offload()), **{part: True}))
 

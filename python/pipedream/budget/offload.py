@@ -160,8 +160,8 @@ class _HomeSlot:
 class SavedTensors:
     """The tensors that the graph of one microbatch saves. Run the microbatch's forward inside `with`.
 
-    Call prefetch() before the backward of the microbatch before this one, and arrive() before this
-    microbatch's backward.
+    Call prefetch() when the previous microbatch's backward is about to begin, and arrive() when this
+    microbatch's backward is.
     """
 
     def __init__(self, stage: StageOffload, slot: _HomeSlot | None, kept: Iterable[Tensor]) -> None:
@@ -176,7 +176,7 @@ class SavedTensors:
         self._hooks: Any = None
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Leaves these tensors on the device, because not only the graph uses them."""
+        """Leaves these tensors on the device. Call it for tensors that are also used outside the graph."""
         self._kept_memory |= {memory_of(tensor) for tensor in tensors}
 
     @property
@@ -283,7 +283,7 @@ class StageOffload:
         tensors directly.
 
         is_next: whether this microbatch's backward is the stage's next one, so that its tensors stay on the
-        device. kept: tensors that stay on the device, because not only the graph uses them."""
+        device. kept: tensors that stay on the device, because they are also used outside the graph."""
         self.settle()
         slot = None if is_next or not self._free else self._free.pop()
         return None if slot is None and self.versions is None else SavedTensors(self, slot, kept)

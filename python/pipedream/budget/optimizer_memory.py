@@ -66,7 +66,7 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
         return 0
     probe, _ = _probe_of(optimizer, _meta_like)
     for group in probe.param_groups:
-        if group.get("fused"):  # meta tensors have no fused step, which takes less memory than this step
+        if group.get("fused"):  # there is no fused step on meta tensors; it would take less memory
             group |= {"fused": False, "foreach": False}
         elif group.get("foreach", False) is None and device_type == "cuda":
             group["foreach"] = True  # on CUDA torch chooses foreach by itself
@@ -83,7 +83,8 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
     except Exception:  # for example if the step reads values, which meta tensors do not have
         sizes = _sizes_in_step(optimizer)
         at_once = any(group.get("foreach") for group in probe.param_groups)
-        widened = sum(sizes) if isinstance(optimizer, MasterWeights) else 0  # widened gradients
+        # MasterWeights makes a copy of every gradient in the masters' dtype.
+        widened = sum(sizes) if isinstance(optimizer, MasterWeights) else 0
         temporaries = _NUM_TEMPORARIES_GUESSED * (sum(sizes) if at_once else max(sizes, default=0))
         return widened + temporaries + SCALARS_BYTES
     return meter.peak_bytes + SCALARS_BYTES

@@ -46,7 +46,8 @@ class ResidentVersions:
         self._copies = copies
         self._held: list[int | None] = [None] * len(device_slots)
         self._position_of_memory = {memory_of(slot): p for p, slot in enumerate(device_slots)}
-        # The newest copy of each version to its home, and into its device slot.
+        # For each version, the events of its newest copies: the copy to its home, and the copy into a device
+        # slot.
         self._gone_out: dict[int, Any] = {}
         self._come_in: dict[int, Any] = {}
         self._newest: int | None = None
@@ -113,7 +114,7 @@ class ResidentVersions:
 
     def poison(self, version: int) -> None:
         """Fills the version with NaN, on the device and in host memory, because it must not be read again."""
-        self._copies.finish()  # because the CPU fills the home
+        self._copies.finish()  # the CPU fills the home, which no copy may use then
         if self.position_of(version) is not None:
             self.device_slot(version).fill_(_POISON)
         self._homes[version].fill_(_POISON)

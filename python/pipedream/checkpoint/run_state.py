@@ -209,7 +209,7 @@ class KeptState:
 
     @classmethod
     def let_go(cls) -> None:
-        """Releases the latest run's state. Called when another run begins."""
+        """Releases the latest run's state. Call it when another run begins."""
         if cls._latest is not None:
             cls._latest._held, cls._latest = None, None
 

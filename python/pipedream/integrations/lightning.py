@@ -9,7 +9,7 @@
 Lightning's own Trainer runs its loops, callbacks, loggers and checkpoints, with the strategy that this module
 defines. When Lightning asks for a step, workers compute all steps up to the next point at which Lightning
 reads the module. The strategy then gives Lightning the logged values of one step after another. A row has the
-values of one step. Works with lightning and pytorch_lightning. docs/lightning.md.
+values of one step. Works with lightning and pytorch_lightning. docs/lightning.md has more.
 """
 
 from __future__ import annotations

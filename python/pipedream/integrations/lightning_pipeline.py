@@ -231,7 +231,7 @@ class Pipeline:
                 key = rendezvous_prefix() if under_torchrun() else None
                 self.plan = self._asked_plan.agreed(lambda: self._make_plan(data), key)
             if not self._num_workers:
-                self._num_workers = shared(self.plan.workers_used)  # rank 0's plan counts
+                self._num_workers = shared(self.plan.workers_used)  # the run takes rank 0's plan
             self._recorder.begin()
             rows = self._rates(trainer, part, optimizer, accumulated)
             self.result = pipedream.run(
@@ -347,7 +347,7 @@ class Pipeline:
         if data.accumulated > 1:
             return data.accumulated
         if self._run_arguments["schedule"] == "auto":
-            return 1  # the plan will have the number
+            return 1  # not used: the planner chooses the number
         if self._asked_microbatches is not None:
             return self._asked_microbatches
         stages = self._asked_plan.num_stages_max

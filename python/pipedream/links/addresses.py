@@ -28,7 +28,7 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_INTERFACE_NAME_BYTES_MAX = 15  # IFNAMSIZ, less its final 0
+_INTERFACE_NAME_BYTES_MAX = 15  # Linux's IFNAMSIZ is 16, because it counts a final 0 byte, too
 _ANY_PORT = 9  # connect() needs a port; nothing is sent to it
 _PORT_MAX = 65_535
 
@@ -41,7 +41,7 @@ def resolve_bind(bind: str) -> str:
 
     Raises TypeError if `bind` is no text or is empty. Raises ValueError in these cases: `bind` is neither an
     address nor an interface of this machine; it is an IPv6 address, a multicast address or a wildcard such as
-    0.0.0.0; the interface has no IPv4 address. It does not check that an address belongs to this machine.
+    0.0.0.0; the interface has no IPv4 address. An address is not checked to belong to this machine.
     """
     if not isinstance(bind, str) or not bind:
         raise TypeError(f"bind is {bind!r}: give an address of this machine, or the name of an interface")
@@ -76,7 +76,7 @@ def _interface_address(name: str) -> str:
             raise ValueError(
                 f"bind is {name!r}, an interface without an IPv4 address: name another one, or an address"
             ) from None
-    return socket.inet_ntoa(answer[20:24])  # struct ifreq: name, family and port, address
+    return socket.inet_ntoa(answer[20:24])  # in struct ifreq, name, family and port come first: 20 bytes
 
 
 def is_loopback(address: str) -> bool:
@@ -88,7 +88,7 @@ def route_address(host: str) -> str:
     names the host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, _ANY_PORT))  # UDP: chooses the route, sends nothing
+            probe.connect((host, _ANY_PORT))  # with UDP this only chooses the route, and sends nothing
         except OSError as error:
             raise ValueError(
                 f"MASTER_ADDR is {host!r}, to which there is no route from here ({error.strerror}): give"

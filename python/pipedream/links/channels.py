@@ -118,8 +118,8 @@ class ShardSpec:
 
 
 def factors_name(push: _core.Edge, placement: _core.Placement) -> str:
-    """Returns the name of the channel that carries factors. `push` is the edge for the same pair's
-    gradients."""
+    """Returns the name of the channel that carries factors between two replicas. `push` is the edge that
+    carries these replicas' gradients."""
     return edge_name(push, placement).replace(_CARRIED["push"], "pushed factors", 1)
 
 
@@ -247,7 +247,7 @@ def _bulk_channel(name: str, ends: tuple[int, int], slots: int, **fields: Any) -
 
 
 def _numbered(channels: Iterable[RunChannel], first_id: int = 0) -> list[RunChannel]:
-    """Numbers the channels in their order, from first_id on."""
+    """Returns the channels with ids in their order, from first_id on."""
     return [replace(channel, channel_id=index) for index, channel in enumerate(channels, first_id)]
 
 
@@ -313,13 +313,13 @@ def _between_replicas(
     is_push = edge.kind == "push"
     owner = edge.to_replica if is_push else edge.from_replica
     spec = shards.get((edge.from_stage, owner), ShardSpec(0, 1, 1))
-    dtype = spec.dtype if is_push else torch.uint8  # a version is bytes
+    dtype = spec.dtype if is_push else torch.uint8  # versions are sent as plain bytes
     content = TensorSpec(dtype, (spec.chunk_bytes_max // dtype.itemsize,), requires_grad=False)
     flags = TensorSpec(torch.uint8, (spec.num_pieces_max,), requires_grad=False)
     num_rounds = schedule.in_flight[edge.from_stage] + schedule.staleness + 2
     # A version waits at the owner until the replica has read the version before it. Under vertical sync the
-    # replica may read versions that are many rounds old, so the bound grows with the versions that it keeps.
-    # The 2 allow for one more version in the last round and for one version that is released late.
+    # replica reads old versions, so as many versions may wait as it keeps. One more may come in the last
+    # round, and one more may be released late.
     num_versions = max(num_rounds, _core.num_versions_kept(schedule, edge.from_stage) + 2)
     # The receiver has a slot for every chunk of a round, so that no chunk waits in its sender's memory.
     slots = max(spec.num_chunks, 1)
@@ -393,8 +393,8 @@ def _of_edge(
         figures = [TensorSpec(torch.float64, (3,), requires_grad=False)]
         return channel(figures, slots=2, unsent=4, on_device=False)
     if edge.kind == "tied_version":
-        # The receiver has a slot for every version by which the owner may be ahead, so no send waits for a
-        # slot.
+        # The owner may be several versions ahead of the receiver. The receiver has a slot for each of them,
+        # so that no send waits.
         ahead = _core.num_tied_versions_ahead(schedule, sender, receiver)
         return channel(_tied_version(ties, edge), slots=ahead, unsent=ahead + 2)
     if edge.kind == "tied_gradient":
@@ -477,7 +477,7 @@ def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.Schedule
     # A worker receives a whole group of minibatches before it begins the first (data/minibatch_source.py).
     group_size = _core.minibatches_between_drains(schedule)
     for channel, stage, replica in _data_ends(plan):
-        # A minibatch's slot is free after its last microbatch.
+        # A minibatch keeps its slot until its last microbatch is computed.
         in_flight, replicas = schedule.in_flight[stage], plan.stages[stage].num_replicas
         minibatches = min(in_flight, 1 + -(-(in_flight - 1) * replicas // schedule.num_microbatches))
         rank, slots = plan.placement.rank_of(stage, replica), minibatches + group_size

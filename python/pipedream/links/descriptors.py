@@ -28,7 +28,7 @@ def descriptor_limit_raised() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:  # a sandbox; check_descriptors() raises if the limit is too low
+    except (OSError, ValueError) as error:  # some sandboxes refuse it; check_descriptors() comes later
         _log.info("the limit of %d open files cannot be raised to %d: %s", soft, hard, error)
         yield
         return

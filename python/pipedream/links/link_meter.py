@@ -49,10 +49,10 @@ WORD_BYTES = 16
 bytes."""
 
 _LATENCY, _TO_FOLLOWER, _TO_LEADER, _END = range(4)
-_ROUND_TRIPS = 20  # of one latency sample
+_ROUND_TRIPS = 20  # round trips in one latency sample
 _SMALL_BYTES = 8
-_FIRST_BYTES, _BYTES_MAX = 64 << 10, 256 << 20  # of one bandwidth sample
-_GROWTH = 4  # factor of the bytes until a sample is long enough
+_FIRST_BYTES, _BYTES_MAX = 64 << 10, 256 << 20  # the fewest and the most bytes in one bandwidth sample
+_GROWTH = 4  # the bytes grow by this factor until a sample takes long enough
 # A bandwidth sample takes at least _SAMPLE_S seconds and the time of _TRIPS_MIN round trips, unless it has
 # _BYTES_MAX bytes.
 _SAMPLE_S = 0.03
@@ -70,7 +70,7 @@ def pair_rounds(num_workers: int) -> list[list[tuple[int, int]]]:
     circle: list[int | None] = [*range(num_workers), *([None] if num_workers % 2 else [])]
     half = len(circle) // 2
     rounds = []
-    for _ in range(len(circle) - 1):  # round robin: the first stays in its place, the others rotate
+    for _ in range(len(circle) - 1):  # round robin: the first worker stays in its place, the others rotate
         met = zip(circle[:half], reversed(circle[half:]), strict=True)
         rounds.append(sorted((min(a, b), max(a, b)) for a, b in met if a is not None and b is not None))
         circle.insert(1, circle.pop())
@@ -87,7 +87,7 @@ class Figure:
 
     @classmethod
     def of(cls, samples: list[float]) -> Figure:
-        """Returns the figure of at least 3 samples."""
+        """Makes the figure of these samples. There must be at least 3."""
         mean = statistics.fmean(samples)
         t = _STUDENT_T[min(len(samples), max(_STUDENT_T))]
         return cls(mean, t * statistics.stdev(samples) / math.sqrt(len(samples)) / mean)
@@ -130,7 +130,7 @@ class PairChannels:
             self.core.send_item(self.pieces_out, [to_dlpack(piece[: num_bytes - begin])])
 
     def receive_bytes(self, num_bytes: int) -> None:
-        """Returns when all bytes are there."""
+        """Receives num_bytes bytes, and returns when all have arrived."""
         while num_bytes > 0:
             num_bytes -= self._receive(self.pieces_in).numel()
         if self.device.type == "cuda":
@@ -138,7 +138,7 @@ class PairChannels:
 
     def _receive(self, channel: str) -> Tensor:
         item = self.core.receive_item(channel)
-        assert item is not None  # there is no time-out
+        assert item is not None  # receive_item() waits without a time-out
         (capsule,) = item.take_tensors()
         return from_dlpack(capsule)
 

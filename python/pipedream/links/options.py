@@ -34,7 +34,8 @@ _log = logging.getLogger("pipedream")
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """The options of links. All workers have the same options, except for address, ports and keys."""
+    """The options of links. Workers may differ in address, ports, key files and `insecure`; the other options
+    are the same at all workers."""
 
     transport: str = "auto"
     codec: CodecChoice = field(default_factory=dict, metadata=compared(said=lambda choice: choice or None))

@@ -31,7 +31,7 @@ _LOOK_AGAIN_S = 0.02
 
 
 class ReplicaGroup:
-    """This replica's end of the group; close() it."""
+    """This replica's membership in the process group. Its owner must close() it."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ReplicaGroup:
         self._check_links = check_links
         self._waits_on_stream = False
         self._is_reducing = False  # stays True after a failed all_reduce()
-        self._group: Any  # a process group: torch types its kinds as unrelated
+        self._group: Any  # torch's classes of process groups have no common type
         self._options = dist.AllreduceOptions()
         self._options.timeout = _REDUCE_TIMEOUT
         try:

@@ -64,7 +64,7 @@ def restore_residuals(core: _core.Worker, kept: Mapping[str, Iterable[Tensor]]) 
             residual[: before.numel()].copy_(before)
             on_device = residual.is_cuda
     if on_device:
-        torch.cuda.synchronize()  # the channels read the residuals on streams of their own
+        torch.cuda.synchronize()  # the channels read the residuals on their own streams
 
 
 def _residuals_of(core: _core.Worker, channel: str) -> Iterator[Tensor]:

@@ -90,6 +90,6 @@ def _receive_bytes(core: _core.Worker, channel: str, content: Tensor) -> None:
 
 def _receive_piece(core: _core.Worker, channel: str) -> Tensor:
     item = core.receive_item(channel)
-    assert item is not None  # there is no time-out
+    assert item is not None  # receive_item() waits without a time-out
     (capsule,) = item.take_tensors()
     return from_dlpack(capsule)

@@ -12,8 +12,7 @@ Training a minibatch takes five steps:
     3. Only for unstashed: overwrite the leaves with the newest version, in place.
     4. Run the backward of each microbatch, in the same order. Gradients add up in the leaves.
     5. After the last minibatch of a round, update the model's own parameters, once per stage, with the mean
-      of
-       the round's gradients. So the model always has the newest version.
+       of the round's gradients. So the model always has the newest version.
 
 A round is the minibatches of one update. Without replicas it is one minibatch. With r replicas, microbatches
 go to the replicas in turn, and are computed one after another. Then a round is the smallest number of

@@ -60,7 +60,7 @@ class Trainer:
         self._across_cut = across_cut
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
-        self._overflows: set[tuple[int, int]] = set()  # pairs (stage, round)
+        self._overflows: set[tuple[int, int]] = set()  # (stage, round) of each update with an overflow
         self._scale: float | None = None
         self._sync_every = sync_every
         self._parameters = {id(p): p for stage in stages for p in stage.parameters}
@@ -131,7 +131,7 @@ class Trainer:
                 root.backward()  # type: ignore[no-untyped-call]
                 for stage_again in reversed(recomputed):
                     stage_again.backward()
-            # Two gradients may share memory, to which the next backward would add twice.
+            # Gradients of two leaves may share memory. The next backward would add to this memory twice.
             for leaf in leaves.values():
                 leaf.grad = None if leaf.grad is None else leaf.grad.clone()
         return losses
@@ -166,7 +166,8 @@ class Trainer:
         self._update(num_minibatches - 1, begun)
 
     def finish(self, num_minibatches: int) -> None:
-        """Call it when all minibatches are trained."""
+        """Ends the last round, and sets parameters and buffers to their means over the replicas. Call it when all
+        minibatches are trained."""
         self.end_round(num_minibatches)
         for stage in self._stages:
             stage.average()
@@ -354,7 +355,7 @@ class Trainer:
                 updater.share += shares[microbatch] if microbatch < len(shares) else 0.0
 
     def _update(self, minibatch: int, stages: Sequence[int]) -> None:
-        """Updates the stages whose rounds end with this minibatch. stages: these stages."""
+        """Makes the updates at the end of a round. stages: the stages whose rounds end with this minibatch."""
         for stage_index in stages:
             updaters = self._stages[stage_index].updaters
             for updater in updaters:

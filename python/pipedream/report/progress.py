@@ -159,7 +159,7 @@ def _display_for(
 
 
 class _Lines:
-    """Plain lines, "epoch 1/3, minibatch 120/2814, loss 0.1234, 15300 samples/s"."""
+    """Prints plain lines such as "epoch 1/3, minibatch 120/2814, loss 0.1234, 15300 samples/s"."""
 
     period_s = _LINE_PERIOD_S
 

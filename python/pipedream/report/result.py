@@ -310,7 +310,7 @@ class RunResult:
     def _draw(self, transfers: ChannelTransfers) -> tuple[list[Span], list[tuple[Span, Span]]]:
         channel = next(channel for channel in self.channels if channel.name == transfers.channel)
         has_parts = self._has_microbatches()
-        letter = channel.name[0].upper()  # Activations and Gradients
+        letter = channel.name[0].upper()  # A for activations, G for gradients
 
         def name_of(minibatch: int, microbatch: int) -> str:
             return f"{letter}{minibatch}" + (f".{microbatch}" if has_parts else "")

@@ -33,7 +33,7 @@ class _Series:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._counts: memoryview[int] = memoryview(b"")
-        self._numbers: memoryview[float] = memoryview(b"").cast("d")  # the same memory
+        self._numbers: memoryview[float] = memoryview(b"").cast("d")  # the same memory as _counts, as floats
         self._count = 0
 
     def add(self, number: float) -> None:

@@ -23,7 +23,7 @@ __all__ = [
 
 
 class SentTransfer(NamedTuple):
-    """The times and sizes of an item at its sender. Times are on the machine's monotonic clock."""
+    """The times and sizes of an item at its sender. Times are on the monotonic clock of rank 0's machine."""
 
     minibatch: int
     microbatch: int
