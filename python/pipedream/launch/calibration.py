@@ -46,7 +46,7 @@ __all__ = ["calibrate", "calibration_runs"]
 
 _MICROBATCHES = (2, 4)  # numbers of microbatches; with more than 4 stages, 4 becomes their number
 _BATCHES_MAX = 16  # batches that are taken from the user's data; a run repeats them
-_FAST_BYTES_PER_S = 1e15  # so fast that the plan balances the stages by their compute time alone
+_FAST_BYTES_PER_S = 1e15  # with such fast links the plan balances compute times alone
 _ROUNDS = 4  # repetitions of each kind of run
 _MINIBATCHES_MIN, _MINIBATCHES_MAX = 30, 2000
 # The pause of a minibatch in runs with pauses, and the number of their minibatches. After this pause caches

@@ -102,7 +102,7 @@ def checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steerin
     if options.state is not None:
         options.state.check(options.settings_of_state(), options.seed)
     if options.schedule != AUTO:  # with "auto" only rank 0 knows the plan
-        options.schedule_options()  # raises if this plan cannot have this schedule
+        options.schedule_options()  # this raises an error if the plan cannot have the schedule
     return options if options.checkpoints is None else _with_checkpoints(options, options.checkpoints, model)
 
 

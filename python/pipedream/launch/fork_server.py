@@ -53,9 +53,9 @@ __all__ = ["Process", "serve", "start_server"]
 _PRELOADED = (
     "torch",
     "pipedream.worker.local_worker",
-    "torch.utils.serialization.config",  # the first tensor that is unpickled
-    "numpy.random",  # the first seed
-    "zmq",  # the first link
+    "torch.utils.serialization.config",  # unpickling the first tensor imports it
+    "numpy.random",  # seeding imports it
+    "zmq",  # opening links imports it
 )
 # Module that torch's own optimizers import. If the caller has imported it or asks for it, the server imports
 # it before the next fork. If the caller may need it later, the server imports it when no request waits.

@@ -220,7 +220,7 @@ class _Forwarder(threading.Thread):
 
     def stop(self) -> None:
         self._stopping.set()
-        self.join(_PATIENCE_S)  # with a limit, because the user's data may never yield again
+        self.join(_PATIENCE_S)  # the wait has a limit, because the user's data may never yield again
 
     def run(self) -> None:
         try:
@@ -232,7 +232,8 @@ class _Forwarder(threading.Thread):
         except Exception as error:
             self.error = error
             if self._core is not None:
-                self._core.abort(errors.describe_error(error))  # before the store, which may not answer
+                # The store may not answer, so the links come first.
+                self._core.abort(errors.describe_error(error))
             with contextlib.suppress(Exception):
                 self._rendezvous.fail(errors.describe_error(error))
         finally:

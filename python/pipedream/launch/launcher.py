@@ -212,7 +212,7 @@ def _take_over_after(error: Exception, stages: list[StageModule], options: JobOp
             f"{error}; the model has the newest weights of the other stages, and of {names} those from before"
             " the run",
         )
-    elif missing is not None and hasattr(error, "add_note"):  # from Python 3.11 on
+    elif missing is not None and hasattr(error, "add_note"):  # add_note() exists from Python 3.11 on
         error.add_note("The model has the newest weights of all stages.")
 
 
@@ -321,7 +321,8 @@ def run_folder() -> Iterator[Path]:
     """Makes a folder that only this user can read, and removes it at the end of the with block. First removes
     folders of callers that were killed."""
     _remove_left_ones(Path(tempfile.gettempdir()))
-    with contextlib.ExitStack() as held, tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
+    # TemporaryDirectory makes the folder with mode 0700.
+    with contextlib.ExitStack() as held, tempfile.TemporaryDirectory(prefix=_PREFIX) as name:
         folder = Path(name)
         held.callback(os.close, _lock(folder))  # the lock is held until the folder is removed
         yield folder
@@ -334,7 +335,8 @@ def _lock(folder: Path) -> int:
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
     with contextlib.suppress(OSError):  # without locks there is no lock file, so the folder is never removed
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(folder / _LOCK)  # comes after flock(), so that nobody finds the file unlocked
+        # The file gets its name after flock(), so that nobody finds it unlocked.
+        made.rename(folder / _LOCK)
     return descriptor
 
 
@@ -352,7 +354,7 @@ def _remove_if_left(folder: Path) -> None:
         return
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the owner lives
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this raises an error if the owner lives
         shutil.rmtree(folder)
     finally:
         os.close(lock)

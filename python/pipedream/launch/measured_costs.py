@@ -31,10 +31,10 @@ from pipedream.report.result import RunResult, WorkSpan
 
 __all__ = ["Runs", "runtime_costs"]
 
-_FEW_BYTES = 65536  # with fewer bytes, an exchange costs as much as its messages
+_FEW_BYTES = 65536  # an exchange of fewer bytes costs as much as its messages do
 _WOKEN_DIFFERENCE_MIN = 0.2  # if two runs' waits differ less, they cannot show the cost of waking
 _DISCARDED_SHARE = 0.2  # share of a run's items: the warm-up, and items during which memory is measured
-_SHARE_MIN = 0.05  # least share of the time in which all workers work; a smaller share counts as this one
+_SHARE_MIN = 0.05  # least share of time with all workers at work; smaller ones count as this
 _WAKING_SHARE_MAX = 0.75  # largest share of waking in an item's time
 
 

@@ -149,7 +149,7 @@ class _Walk:
     """Follows the references from object to object, and notes the values to send. Visits each object once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # holds the objects, so that no new object gets the id of one of them
+        self._seen: dict[int, Any] = {}  # keeps the objects, so that none of their ids is reused
         self._modules: set[tuple[str, frozenset[str]]] = set()
         self._pending: list[Any] = []
         self._names: dict[str, dict[str, Any]] = {}

@@ -120,7 +120,7 @@ class StageZeroGate:
             return fetch(minibatch) or self._end(self._source.num_minibatches, self._events_of_end())
         is_first = group == self._first_of_run
         if self._group_size == 1 and not is_first and self._stops_before(group):
-            return self._end(group, STOP | self._saved_at_stop())  # does not wait for the group's data
+            return self._end(group, STOP | self._saved_at_stop())  # the group's data need not be read
         if not fetch(minibatch):
             return self._end(self._source.num_minibatches, self._events_of_end())
         self._group, self.events = group, 0

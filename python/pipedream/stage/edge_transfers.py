@@ -50,7 +50,7 @@ class EdgeTransfers:
         the version that the stage's last backward read."""
         edge = work.edge
         assert edge is not None
-        if edge.kind == "push":  # the core does the other exchanges of replicas
+        if edge.kind == "push":  # the core itself does the other transfers between replicas
             self._servers[work.stage].push(work.minibatch, gradient_slot)
             return []
         in_hand = self._in_hand.get(edge)

@@ -40,7 +40,7 @@ from pipedream.update.weights import StageWeights
 
 __all__ = ["EvaluatedStage", "EvaluationPlan", "Evaluations", "Measures", "evaluation_name"]
 
-_OUTPUT_BYTES_MAX = 4 << 30  # bound of the outputs and targets of all minibatches, if metrics get them whole
+_OUTPUT_BYTES_MAX = 4 << 30  # bound of the outputs and targets that metrics get at once
 
 Figures = dict[str, float]
 

@@ -385,7 +385,7 @@ def _precision_holders() -> dict[str, Any]:
         holder: Any = torch.backends
         for part in filter(None, name.split(".")):
             holder = getattr(holder, part, None)
-        if hasattr(holder, "fp32_precision"):  # since torch 2.9
+        if hasattr(holder, "fp32_precision"):  # it exists from torch 2.9 on
             found[name] = holder
     return found
 
@@ -395,7 +395,7 @@ def matmul_precision() -> str | None:
     fp32_precision instead."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch raises it after fp32_precision was set
+    except RuntimeError:  # torch raises this after fp32_precision was set
         return None
 
 

@@ -187,7 +187,8 @@ class StagePasses:
         outputs, stashed.outputs = stashed.outputs, []
         specs = self._boundary_out.tensors
         crossing = [output for output, spec in zip(outputs, specs, strict=True) if spec.requires_grad]
-        if crossing:  # otherwise the received tensor only says that the downstream stage's backward is done
+        # Without crossing tensors, the received tensor only says that the backward downstream is done.
+        if crossing:
             backward(crossing, self._boundary_out.received(received, gradients=True))
 
 

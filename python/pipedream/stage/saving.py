@@ -198,9 +198,8 @@ class StageSaver:
         owned_slots = part.tied.kept_owned_slots(minibatch)
         owned = part.weights.tied[stage].contents_at_once(owned_slots) if owned_slots else {}
         if isinstance(part.gradients, AsynchronousServer):
-            kept = {
-                max(kept): part.gradients.newest_pieces()
-            }  # only the newest version is saved, because a continued run starts all microbatches from it
+            # A continued run starts all microbatches from the newest version, so only that one is saved.
+            kept = {max(kept): part.gradients.newest_pieces()}
         elif isinstance(part.gradients, ShardClient):
             pieces, tied_pieces = self._own_pieces(part.gradients.layout)
             kept, owned = self._own_part(kept, pieces), self._own_part(owned, tied_pieces)

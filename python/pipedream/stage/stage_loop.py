@@ -395,7 +395,7 @@ class WorkerLoop:
                 else:
                     core.end_of_data(*self._gate.end)
                 work = core.next_work()
-            elif work.edge is not None:  # a transfer; its time counts in the span of the next item
+            elif work.edge is not None:  # a transfer's time counts in the span of the next item
                 work = core.advance(made, _NO_FIELDS, 0, self._prepare)
             else:
                 if work.kind == "UPDATE":
@@ -570,7 +570,8 @@ class LossDisplay:
         self._source = source
         self._board = board
         self._replica = replica
-        self._num_shown = 0  # minibatches, including those without a microbatch of this replica
+        # Counts minibatches, including those without a microbatch of this replica.
+        self._num_shown = 0
 
     def __call__(self, minibatch: int, loss: float, share: float) -> None:
         """Shows a loss. loss: this replica's part of the minibatch's loss. share: the fraction of the

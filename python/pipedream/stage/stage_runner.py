@@ -149,7 +149,7 @@ class StageRunner:
             self._statistics = MinibatchStatistics(stage) or None
         self._evaluated_norms: EvaluatedNorms | None = None  # known after the first forward
         self._has_in_flight = _core.num_microbatches_in_flight(schedule, self.stage_index) > 1
-        self._written_memory: set[int] = set()  # found after the first forward, which may make buffers
+        self._written_memory: set[int] = set()  # it is found after the first forward, which may make buffers
         self._has_looked = False
         self._in_flight: dict[tuple[int, int], Stashed] = {}
         self._reads_losses_late = parts.losses is not None and parts.losses.reads_late
@@ -443,7 +443,7 @@ class StageRunner:
         if self._own_per_round > 1:
             self._gradients.separate_gradients(read_slot)
         work.tensors.clear()
-        if self._reads_losses_late:  # a loss that is not finite must end the run before gradients are sent
+        if self._reads_losses_late:  # a NaN loss must end the run before gradients are sent
             self._read_losses()
         if self._tells_losses:
             self._tell_loss(work, stashed)
@@ -460,7 +460,8 @@ class StageRunner:
         if self._losses is not None:
             parts = self._losses.parts
             assert parts is not None
-            part = 0.0 if stashed.piece.is_empty else parts.popleft()  # backwards have the order of forwards
+            # Backwards run in the order of the forwards.
+            part = 0.0 if stashed.piece.is_empty else parts.popleft()
             bits = bits_of_loss(part)
         self.fields.data_fingerprint = bits
         if self._gate is not None:

@@ -53,7 +53,7 @@ class UserCode:
         try:
             return function(*arguments)
         except (PipelineError, _core.RunFailure):
-            raise  # forwarded data come from the core, so the error is not the user's
+            raise  # the core has failed to receive data, so the error is not the user's
         except Exception as error:
             raise PipelineError(f"{self._where(what)}: {describe_error(error)}") from error
         finally:

@@ -152,7 +152,7 @@ class ParameterServer(ShardClient):
         """Returns the means of a part's pieces. is_read: whether the optimizer only reads the means, and does
         not scale them in place."""
         means: dict[Piece, Tensor | None] = {}
-        for index, chunk in part.chunks:  # in the order in which their gradients come
+        for index, chunk in part.chunks:  # the chunks are in the order in which gradients come
             found = self._exchange.mean_of(index, torch.get_num_threads())
             for piece, of_piece in zip(chunk.pieces, found, strict=True):
                 means[piece] = self._mean(piece, of_piece, is_read=is_read)
@@ -174,7 +174,9 @@ class ParameterServer(ShardClient):
         if not parts:
             return None
         if is_read and self._num_minibatches == 1 and len(parts) == 1 and self._steps_by_element:
-            return self._shaped(parts[0], piece)  # a short last round may have only this gradient
+            # The run's last round may be short. If it has one minibatch, the mean is that minibatch's
+            # gradient.
+            return self._shaped(parts[0], piece)
         if mean is None:
             mean = torch.empty_like(parts[0])
             self._mean_bytes += mean.nbytes

@@ -49,7 +49,7 @@ class EarlyPushes:
         """The gradients that the core already has, by parameter. They are flat and without the loss
         scale."""
         self._complete: set[int] = set()  # factored parameters that are complete in this backward
-        self._num_accumulated = [0] * num_parameters  # in this backward
+        self._num_accumulated = [0] * num_parameters  # additions to each gradient in this backward
         # By parameter, whether the first round's last backward added to its gradient once.
         self._once: list[bool] | None = None
         self._is_open = False
@@ -76,14 +76,14 @@ class EarlyPushes:
             )
         if self._once is None or not self._once[parameter]:
             return
-        with _disable_current_modes():  # so that no meter counts this work as part of the backward
+        with _disable_current_modes():  # no meter shall count this work as part of the backward
             if parameter in self._factored:
                 self._complete.add(parameter)
                 if len(self._complete) == len(self._factored):
                     self._push_factors(self._num_summed)
             elif (gradient := in_order(leaf.grad, leaf, self._loss_scale)) is not None:
                 self.gradients[parameter] = gradient
-                if self._loss_scale != 1.0:  # the gradient is a copy
+                if self._loss_scale != 1.0:  # in_order() has copied the gradient
                     leaf.grad = None
                 self._exchange.push_ready(parameter, gradient, self._num_summed)
 

@@ -36,7 +36,7 @@ from pipedream.update.weights import StageWeights
 
 __all__ = ["LocalSteps", "ReducedGradients"]
 
-_BUCKET_BYTES = 4 << 20  # small tensors travel together, up to this size
+_BUCKET_BYTES = 4 << 20  # small tensors are joined up to this size
 
 
 class _GroupGradients(StageGradients):
@@ -123,7 +123,8 @@ class LocalSteps(_GroupGradients):
         self._num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
         if self._num_own > 0 and self._share != 1.0:
             for index, gradient in enumerate(self._taken):
-                if gradient is not None:  # not in place, because two gradients may share memory
+                if gradient is not None:
+                    # This makes a new tensor, because two gradients may share memory.
                     self._taken[index] = gradient / self._share
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
@@ -163,7 +164,7 @@ class LocalSteps(_GroupGradients):
         for indices, bucket in buckets:
             mean = bucket.div_(self._group.num_replicas)
             parts = torch.split(mean, [flats[index].numel() for index in indices])
-            if len(parts) > 1:  # a single part is the leaf's own memory
+            if len(parts) > 1:  # a single part already lies in the leaf's memory
                 torch._foreach_copy_([flats[index] for index in indices], list(parts))
 
 

@@ -141,9 +141,8 @@ class ShardLayout:
                     region_end = begins[after]
                 else:
                     region_end = end
-                shift = (
-                    self._offsets[dealt[first]] - begins[first]
-                )  # shared parameters have no room in begins
+                # `begins` leaves no room for shared parameters, and `_offsets` does.
+                shift = self._offsets[dealt[first]] - begins[first]
                 self.chunks.append(
                     self._chunk(
                         shard,

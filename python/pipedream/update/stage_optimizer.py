@@ -355,7 +355,7 @@ class StageOptimizer:
         masters = self._masters[first : first + len(read)]
         if self.optimizer is None or not masters:
             return
-        if len(masters) == len(self._masters):  # the usual case, which needs no context manager
+        if len(masters) == len(self._masters):  # this usual case needs no context manager
             self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
         else:
             with _having_only(self.optimizer, masters):
@@ -452,7 +452,7 @@ def _without_overlaps(gradients: Sequence[Tensor | None]) -> list[Tensor | None]
 def _scale_scheduler(scheduler: Any, factor: float) -> None:
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
-    for part in getattr(scheduler, "_schedulers", ()):  # the parts of a chained or sequential scheduler
+    for part in getattr(scheduler, "_schedulers", ()):  # a chained or sequential scheduler has parts
         _scale_scheduler(part, factor)
 
 

@@ -58,7 +58,7 @@ class HeldVersions:
         them."""
         version = min(version, self._newest)
         for name, leaf in versions.contents(slot).items():
-            leaf.data.copy_(self.contents[version][name])  # .data, so that autograd counts no write
+            leaf.data.copy_(self.contents[version][name])  # autograd does not count a write to .data
         self.contents = {v: values for v, values in self.contents.items() if v >= version}
         if version == self._newest:
             self.contents.clear()

@@ -245,8 +245,8 @@ class WeightVersions:
 
     def scale_gradients(self, slot: int, factor: float) -> None:
         for leaf in self._leaves[slot]:
-            if leaf.grad is not None:  # not in place, because two gradients may share memory
-                leaf.grad = leaf.grad * factor
+            if leaf.grad is not None:
+                leaf.grad = leaf.grad * factor  # a new tensor, because two gradients may share memory
 
     def check_gradients_taken(self) -> None:
         for leaves in self._leaves:
@@ -272,7 +272,8 @@ class WeightVersions:
     def end_update(self, write_slot: int) -> None:
         """Ends an update after its version has been written."""
         if self._resident is not None:
-            self.settle(write_slot)  # so that the copy in host memory gets the new values
+            # The slot is copied to host memory next, so it must have the values of the leaves.
+            self.settle(write_slot)
             self._resident.written(write_slot)
 
     def copy_version(self, read_slot: int, write_slot: int) -> None:
@@ -297,7 +298,7 @@ class WeightVersions:
         with torch.no_grad():
             for leaf, original in zip(self._leaves[slot], self._originals, strict=True):
                 original.copy_(leaf)
-        self.follow_new_references()  # so that no layer keeps a leaf of a version
+        self.follow_new_references()  # otherwise a layer might keep a leaf of a version
         for container, key, parameter in self._own_places:
             container[key] = self._originals[parameter]
         for reference in self._references:

@@ -158,7 +158,7 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
     agreed: dict[str, Any] | None = None
     if place.rank == 0:
         _check_world(options.plan, place.world_size)
-        options.schedule_options()  # raises if plan and schedule exclude each other
+        options.schedule_options()  # this raises an error if plan and schedule exclude each other
     else:
         (agreed,) = wait_for(place.rendezvous, ["agreed"], lambda _: "rank 0 did not start")
         options = _with_plan(options, Plan.from_dict(agreed["plan"], source="rank 0's plan"))
@@ -169,9 +169,9 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         place = replace(place, run_id=int(agreed["run_id"]))
         _show_folder(place, options)
     stages = split(model, options.plan)
-    if place.returns_model:  # otherwise the caller has checked
+    if place.returns_model:  # the caller of local workers has already checked this
         check_loss_buffers(stages, options.loss_fn)
-    settings = settings_of(options)  # before with_checkpoint() changes the options
+    settings = settings_of(options)  # with_checkpoint() changes the options below
     options, seed_before = with_checkpoint(options)
     state = options.state
     base = base_seed(options.seed) if state is None else state.base_seed

@@ -32,8 +32,8 @@ __all__ = ["cautions_of", "check_data_apart", "warn_if_coarse", "warn_if_late", 
 # number of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _IGNORED_BY_DEFAULT = -100
-# A caution names the fewest microbatches with which gradients are at most one update late. The search for them
-# ends at this number.
+# A caution names the fewest microbatches with which gradients are at most one update late. The search for
+# them ends at this number.
 _MICROBATCHES_TRIED_MAX = 64
 
 _BETWEEN = ("pipedream", "contextlib")  # packages whose frames a warning skips to find the user's line
@@ -224,7 +224,7 @@ def check_data_apart(data: Iterable[Any], model: Model, plan: Plan) -> Iterator[
     weights of that part. Raises ValueError if a sampler holds a part of the model, because a sampler can only
     use it to choose samples."""
     if plan.num_stages == 1 and plan.workers_used == 1:
-        return  # the data hold the model that is trained
+        return  # a single worker trains the same model that the data hold
     roots = [root for _, root in roots_of(model)]
     own = {id(model), *(id(part) for root in roots for part in (*root.modules(), *root.parameters()))}
     why = (

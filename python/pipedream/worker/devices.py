@@ -63,5 +63,5 @@ def choose_device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    torch.cuda.synchronize(device)  # makes the device's context, which may take seconds
+    torch.cuda.synchronize(device)  # this makes the device's context, which may take seconds
     return device

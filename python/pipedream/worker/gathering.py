@@ -250,7 +250,7 @@ def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
     if run.place.folder is not None and run.options.output.gather != "none":
         if run.reads_targets:
             write_loss_state(run.place.folder, run.plan.replica_of(run.rank), of_loss)
-        save_weights(run, run.place.folder, persistent=False)  # reserve_room() has made sure of room
+        save_weights(run, run.place.folder, persistent=False)  # reserve_room() has reserved the room
     if run.options.output.save is None:
         return []
     try:
@@ -286,7 +286,7 @@ def _weights_of(run: AgreedRun) -> str:
     return f"the trained weights of stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
 
 
-_NUM_SPANS_MAX = 50_000  # the number that one segment keeps
+_NUM_SPANS_MAX = 50_000  # one segment keeps as many spans
 _OF_THE_LAST = ("chunk_bytes", "transport", "codec")  # a channel's figures that the last segment gives
 
 _Report = dict[str, Any]

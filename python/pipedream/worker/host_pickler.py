@@ -36,7 +36,7 @@ from pipedream.worker.local_functions import reduced_function
 __all__ = ["HostPickler", "HostUnpickler", "MemoryFile", "room_told"]
 
 _MAPPED_BYTES_MIN = 1 << 16  # smaller memory is put into the pickle
-_ALIGNMENT = 64  # bytes; memory in the file is aligned as allocators align it
+_ALIGNMENT = 64  # bytes; allocators align memory in the same way
 
 
 class HostPickler(pickle.Pickler):
@@ -139,7 +139,7 @@ class MemoryFile:
                 self._file = self._path.open("wb")
             padding = -self.size % _ALIGNMENT
             self._file.write(bytes(padding))
-            self._file.write(content.data)  # no copy
+            self._file.write(content.data)  # this makes no copy
         offset, self.size = self.size + padding, self.size + padding + content.nbytes
         return os.fspath(self._path), offset, content.nbytes
 

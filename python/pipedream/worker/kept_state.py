@@ -107,7 +107,7 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
         kept.save(folder, run.rank)
     except (_core.RunFailure, PipelineError):
         raise
-    except Exception as error:  # from an optimizer's state_dict(), from reading data, or from a full disk
+    except Exception as error:  # an optimizer's state_dict(), reading data or a full disk may raise it
         state["missing"] = f"{run.plan.describe_worker(run.rank)} could not keep its part: {one_line(error)}"
     return None
 
@@ -124,7 +124,8 @@ def _data_generators(segment: Segment, source: MinibatchSource, end: int) -> Rng
         with stream:
             return stream
     if run.reads_inputs or run.reads_targets:
-        source.fetch(end)  # moves the generators of a replica that has not read up to the end of the data
+        # The generators must be those at the end of the data, to which a replica may not have read.
+        source.fetch(end)
     return source.stream.generators if isinstance(source.stream, DataStream) else None
 
 

@@ -34,7 +34,7 @@ def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
         return None
     is_scripts = module.__name__ == "__main__"
     if is_scripts and not hasattr(module, "__file__"):
-        return None  # a notebook, whose cells workers do not run
+        return None  # workers do not run the cells of a notebook
     if not _is_local(function) and not (is_scripts and _is_simple(function)):
         name = function.__qualname__
         return None if _found(module, name) is function else (_as_imported, (module.__name__, name))
@@ -60,7 +60,7 @@ def _found(module: types.ModuleType, qualified_name: str) -> Any:
     found: Any = module
     for name in qualified_name.split("."):
         found = getattr(found, name, None)
-    return getattr(found, "__func__", found)  # the function of a classmethod
+    return getattr(found, "__func__", found)  # a classmethod has its function in __func__
 
 
 def _as_imported(module_name: str, qualified_name: str) -> Any:
@@ -113,13 +113,14 @@ def _described(value: Any) -> str:
 
 
 def _is_local(function: types.FunctionType) -> bool:
-    return "<" in function.__qualname__  # <lambda>, <locals>
+    return "<" in function.__qualname__  # such names contain <lambda> or <locals>
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    if isinstance(value, types.MethodType):  # for example the old method, in a function that patches a module
+    # A function that patches a module often holds the old method.
+    if isinstance(value, types.MethodType):
         return isinstance(value.__self__, nn.Module)
     # A held function counts as plain here. The pickler checks it when it pickles that function.
     return isinstance(value, (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType))

@@ -93,7 +93,7 @@ def _forked_children_die_with_this_process() -> None:
 def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> None:
     settings: tuple[CallerSettings, ScriptLogging] = read_part(folder, "settings")
     for each in settings:
-        each.apply()  # before the model is unpickled, because its code may read the settings
+        each.apply()  # the model's code may read the settings when it is unpickled
     with GraphReader(folder) as graph:
         options: JobOptions = graph.read("options")
         model = graph.read("model")

@@ -156,7 +156,7 @@ def signals_left_to_caller(checkpoints: Checkpoints | None) -> None:
     owner = os.getpid()
 
     def ignore(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a forked process of a DataLoader
+        if os.getpid() != owner:  # this is a forked process of a DataLoader
             _pass_on(number, frame, None)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):

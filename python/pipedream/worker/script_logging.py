@@ -109,6 +109,6 @@ def _own(name: str) -> Any:
 def _can_be_sent(value: Any) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:  # whatever a user's object raises
+    except Exception:  # a user's object may raise anything
         return False
     return True

@@ -41,7 +41,7 @@ class ScriptState:
         for module_name, values in self.names.items():
             try:
                 module = importlib.import_module(module_name)
-            except ImportError:  # code that needs the module raises this itself
+            except ImportError:  # code that needs the module raises the error again
                 continue
             namespace = namespace_of(module)
             for name, value in values.items():
@@ -84,7 +84,7 @@ def _is_equal(own: Any, sent: Any) -> bool:
         return all(_is_equal(getattr(own, name), getattr(sent, name)) for name in ("fget", "fset", "fdel"))
     if isinstance(own, np.ndarray):
         return bool(own.dtype == sent.dtype and np.array_equal(own, sent))
-    if own != own and sent != sent:  # NaN
+    if own != own and sent != sent:  # two NaN count as equal
         return True
     compare: Any = type(own).__eq__
     if compare is object.__eq__:

@@ -258,10 +258,11 @@ def _first_microbatch(
     boundary: Boundary | None = None
     check_alike(inputs, targets, m, minibatch=which)
     in_microbatches = isinstance(inputs, Microbatches)
-    if in_microbatches:  # each microbatch is now as large as the largest
+    if in_microbatches:  # enlarged() has made all microbatches as large as the largest
         inputs, targets, m = first_microbatch(inputs), first_microbatch(targets), 1
     count = samples_of(inputs, targets)
-    with contextlib.suppress(ValueError):  # inputs that no cut can carry are allowed, because they stay here
+    # Inputs that cannot cross a cut are allowed, because they stay here.
+    with contextlib.suppress(ValueError):
         # With one stage, the sizes of the inputs matter only to a memory limit and to gradients as factors.
         is_limited = run.options.memory.limit_bytes is not None or bool(_stages_with_factors(run))
         # No boundary describes a list of samples, because each minibatch has other entries.

@@ -104,7 +104,7 @@ class SparePool:
             for name, parameter in [named[piece.parameter]]
         ]
         holder = nn.ParameterList([parameter for _, parameter in pieces])
-        start = StageStart.of(schedule, index, None)  # no older versions, because a spare runs no forward
+        start = StageStart.of(schedule, index, None)  # a spare runs no forward, so it needs no older versions
         slots = hold_slots(core, WEIGHT_VERSIONS, index, self._num_versions)
         versions = WeightVersions(holder, pieces, slots, newest_slot=start.newest_slot)
         optimizer.place_state(

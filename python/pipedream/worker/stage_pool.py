@@ -103,7 +103,7 @@ class StagePool:
         self._device = device
         self._worker_optimizers = optimizers
         self._optimizers = optimizers.by_stage
-        self._offload: dict[int, Offload] = {}  # what each stage offloads
+        self._offload: dict[int, Offload] = {}  # by stage, the parts that it offloads
         self._torch_pool_bytes = 0
         self._channels = channels
         self._snapshots = snapshots
@@ -223,7 +223,7 @@ class StagePool:
         if layout.whole_tensors or self.run.options.measures_gradients:
             mean_bytes = sum(own_sizes)
         elif _core.rounds_of(self.run.schedule(), stage).minibatches_per_round > num_replicas:
-            mean_bytes = max(own_sizes, default=0)  # a mean of a short last round may need memory of its own
+            mean_bytes = max(own_sizes, default=0)  # the mean of a short last round may need its own memory
         return PushedGradients(
             self._push_slot_bytes(stage),
             sparse_bytes(self.run.stages[stage]),

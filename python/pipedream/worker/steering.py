@@ -145,7 +145,7 @@ class _WayToRank0(_Way):
         if question.takes_effect is not None:
             self._open[question.takes_effect] = question
         elif self._steering is not None:
-            for left in (*self._open.values(), question):  # the run is over, so no answer is due any more
+            for left in (*self._open.values(), question):  # the run is over, so these questions get no answer
                 self._steering.note_last(left)
             self._open.clear()
 

@@ -84,7 +84,7 @@ class GraphWriter:
     def add(self, name: str, value: Any, remedy: str) -> None:
         try:
             self._pickler.dump(value)
-        except errors.PipelineError:  # raised by room_told
+        except errors.PipelineError:  # room_told() has raised it
             raise
         except Exception as error:
             raise ValueError(

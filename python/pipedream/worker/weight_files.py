@@ -106,7 +106,7 @@ def reserve_room(stages: Iterable[StageModule], plan: Plan, folder: Path) -> Non
             elif left < 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system reserves no room
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot reserve room
                 return
             temporary = folder.parent
             raise PipelineError(
@@ -266,7 +266,7 @@ def finish_weights(plan: Plan, folder: Path) -> None:
     _part_of(folder / WEIGHT_INDEX).write_text(text, encoding="utf-8")
     for name in (*set(file_of.values()), WEIGHT_INDEX):
         _part_of(folder / name).replace(folder / name)
-    drop_weights(plan, folder)  # removes the files of buffers that other replicas have written
+    drop_weights(plan, folder)  # this removes the buffers' files of other replicas
 
 
 def drop_weights(plan: Plan, folder: Path) -> None:

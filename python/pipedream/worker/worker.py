@@ -113,7 +113,7 @@ class _Worker:
         self._steered: Steered | None = None
         self._losses_before: list[float] = []  # losses of earlier segments
         self._residuals: Residuals = {}  # residuals of the previous segment
-        self._loss_state: LossState | None = None  # at the last stage
+        self._loss_state: LossState | None = None  # None except at the last stage
         self._snapshots: dict[int, StageSnapshot] = {}  # by stage, until the pipeline has started from them
         self._parts_before: list[Any] = []  # optimizer states of another plan's stages, from a checkpoint
         self._record: dict[str, list[Any]] = {}  # reports from before the checkpoint of a continued run
@@ -157,7 +157,8 @@ class _Worker:
         rendezvous.enter("agreeing on the plan")
         run, generators = agree(self._place, options, model)
         if isinstance(data, ForwardedData):
-            stream: MinibatchStream = ReceivedStream(data, None, None)  # until the channels are open
+            # Segment replaces it when the channels are open.
+            stream: MinibatchStream = ReceivedStream(data, None, None)
         else:
             notes_positions = options.checkpoints is not None
             stream = DataStream(
@@ -273,7 +274,7 @@ class _Worker:
             self._parts_before = []
             if run.options.call_points.ema_decay is not None:
                 self._optimizers.go_on_with_averages(*read_averages_of(run.options.continues))
-            if run.rank == 0 and run.place.returns_model:  # otherwise the caller has warned
+            if run.rank == 0 and run.place.returns_model:  # the caller of local workers has already warned
                 made = [one.optimizer for one in self._optimizers.by_stage.values() if one.optimizer]
                 warn_if_late(run.plan, run.schedule(), made)
                 warn_if_coarse(made)

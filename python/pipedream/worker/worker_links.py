@@ -136,7 +136,7 @@ class WorkerLinks:
         try:
             yield
         except _core.RunFailure as failure:
-            if failure.args[0] != "Aborted":  # an abort has its reason with it
+            if failure.args[0] != "Aborted":  # an abort contains its reason
                 self._raise_if_others_failed()
             if failure.args[0] == "Timeout":
                 self._look_for_the_lost()
