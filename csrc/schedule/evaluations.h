@@ -78,11 +78,12 @@ class Evaluations {
 
   std::vector<StageIndex> stages_;  // the worker's
   ReplicaIndex replica_;
-  Rounds rounds_;                          // the same at all stages of the worker
-  std::int64_t group_size_ = 1;            // minibatches between two boundaries
-  bool may_be_first_ = false;              // an evaluation may come before the first forward of its minibatch
-  bool is_early_ = true;                   // the block has the first of the two places above
-  std::int64_t num_ahead_ = 1;             // number of microbatches, for the second place: max(1, n_0 - 1)
+  Rounds rounds_;                // the same at all stages of the worker
+  std::int64_t group_size_ = 1;  // minibatches between two boundaries
+  bool may_be_first_ = false;    // an evaluation may come before the first forward of its minibatch
+  bool is_early_ = true;         // the block has the first of the two places above
+  // How many microbatches after number N m the second place may begin: max(1, n_0 - 1).
+  std::int64_t num_ahead_ = 1;
   std::int64_t num_chunks_ = 1;            // stages of the worker
   std::int64_t group_ = 1;                 // validation minibatches in a row at one stage
   std::vector<MinibatchId> boundaries_;    // boundaries that are not evaluated yet, ascending

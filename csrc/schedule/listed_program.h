@@ -1,5 +1,5 @@
 // A ListedProgram is a schedule that a user has written, as one list of instructions per worker. A list has a
-// warm-up, which runs once, and a body, which repeats. Immutable; any thread.
+// body, which repeats, and may have a warm-up, which runs once. Immutable; any thread.
 //
 // clang-format off
 //   worker 0                                                    # of 2; two forwards, then two backwards
