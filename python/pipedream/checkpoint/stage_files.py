@@ -1,8 +1,8 @@
 """Writes the tensors of one stage's part of a checkpoint into safetensors files, and reads them back.
 
-Tensors have the names of the original model's parameters and buffers. Nothing is pickled. A shard may have only
-a piece of a parameter. The piece "weight[20:30]" has the elements 20 to 29 of "weight". The worker's writer
-thread (writer.py) writes checkpoints. All other functions run on any thread.
+Tensors have the names of the original model's parameters and buffers. Nothing is pickled. A shard may have
+only a piece of a parameter. The piece "weight[20:30]" has the elements 20 to 29 of "weight". The worker's
+writer thread (writer.py) writes checkpoints. All other functions run on any thread.
 """
 
 from __future__ import annotations

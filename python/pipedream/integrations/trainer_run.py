@@ -268,8 +268,8 @@ class Training:
         )
 
     def _checkpoints(self) -> Checkpoints | None:
-        """Returns the argument `checkpoints` of the run; None if the Trainer saves nothing. The Trainer chooses
-        the steps with a checkpoint, and tell() asks the run for them.
+        """Returns the argument `checkpoints` of the run; None if the Trainer saves nothing. The Trainer
+        chooses the steps with a checkpoint, and tell() asks the run for them.
         """
         if not self._saves:
             return None

@@ -166,8 +166,8 @@ class Trainer:
         self._update(num_minibatches - 1, begun)
 
     def finish(self, num_minibatches: int) -> None:
-        """Ends the last round, and sets parameters and buffers to their means over the replicas. Call it when all
-        minibatches are trained."""
+        """Ends the last round, and sets parameters and buffers to their means over the replicas. Call it when
+        all minibatches are trained."""
         self.end_round(num_minibatches)
         for stage in self._stages:
             stage.average()
@@ -355,7 +355,7 @@ class Trainer:
                 updater.share += shares[microbatch] if microbatch < len(shares) else 0.0
 
     def _update(self, minibatch: int, stages: Sequence[int]) -> None:
-        """Makes the updates at the end of a round. stages: the stages whose rounds end with this minibatch."""
+        """Makes the updates at the end of a round. stages: the stages whose rounds end with the minibatch."""
         for stage_index in stages:
             updaters = self._stages[stage_index].updaters
             for updater in updaters:
