@@ -2,7 +2,7 @@
 minibatch. The rehearsal shows which tensors cross the cuts in eval mode, how much memory an evaluation takes,
 and whether the loss and the metrics accept the outputs.
 
-Values go from stage to stage as in the rehearsal of the training (rehearsal.py). Afterwards modules,
+Values go from stage to stage as in the rehearsal of the training (rehearsal.py). Afterwards modules, random
 generators and the state of loss and metrics are as they were. Runs on the worker's compute thread.
 """
 
@@ -99,8 +99,8 @@ def _run(
     loss_fn, metrics = (None, {}) if spared is None else spared
     calls = StageCalls(stage, loss_fn, device, autocast)
     meter = make_meter(device)
-    # A compiled forward would be compiled again under the meter's dispatch mode, so it runs without the
-    # meter.
+    # The meter's dispatch mode would make torch compile a compiled forward again. So such a forward runs
+    # without the meter.
     is_metered = not any(map(is_compiled, stage.modules()))
     with meter if is_metered else contextlib.nullcontext():
         meter.reset_peak()

@@ -57,7 +57,7 @@ from pipedream.model.untouched import untouched
 
 __all__ = ["Handover", "Rehearsal", "foreign_draws", "gives_the_same_again"]
 
-# Number of recomputes that are tried if the forward draws from generators other than torch's. A single
+# Number of recomputes that are tried if the forward draws from random generators other than torch's. A single
 # recompute may give the same output by chance, for example if layers are dropped at random.
 _NUM_TRIES = 4
 
@@ -210,7 +210,7 @@ class Rehearsal:
         is_repeatable = index not in self.for_recompute or all(
             stage_rehearsal.is_repeatable() for _ in range(_NUM_TRIES if draws else 1)
         )
-        # An error of the device must be raised here, because afterwards no minibatch 0 can run and raise it.
+        # Errors of the device are raised here, because after such an error minibatch 0 cannot run.
         with self._located(index):
             _wait_for(self.device)
         self.footprints[index] = replace(
@@ -250,7 +250,7 @@ class _StageRehearsal:
         self._loss_fn = rehearsal.loss_fn
         self._device = rehearsal.device
         self._calls = StageCalls(stage, self._loss_fn, self._device, rehearsal.autocast)
-        # A compiled forward would be compiled again under the meter's dispatch mode, or would fail.
+        # The meter's dispatch mode would make torch compile a compiled forward again, or make it fail.
         self._metered = not any(map(is_compiled, stage.modules()))
         parameters = self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
         # The lambda must not hold self, because the cycle would keep gradients until the garbage collector
@@ -403,7 +403,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
-    """Returns the names of the generators, other than torch's, that have changed between the two states."""
+    """Returns the names of the random generators, other than torch's, that differ between the two states."""
     found = []
     if before.python != after.python:
         found.append("random")

@@ -168,7 +168,7 @@ class CheckpointReport:
 
     def pin(self) -> None:
         """Pins the checkpoint, so that it stays when newer checkpoints replace older ones. Raises ValueError
-        if it has been removed already; Checkpoints.keep limits how many stay."""
+        if the checkpoint has been removed already. Only the newest Checkpoints.keep stay without a pin."""
         pin(self.path)
 
 

@@ -266,7 +266,7 @@ class Steering:
         if self.error is None:
             self._tell_of_the_rest(result)
         self.tell_of_checkpoints()
-        if self.error is not None:  # every error that ends a run early has these two attributes
+        if self.error is not None:  # every error that ends a run early has `losses` and `minibatch`
             losses = result.losses
             self.error.losses, self.error.minibatch = losses, len(losses)  # type: ignore[attr-defined]
             return

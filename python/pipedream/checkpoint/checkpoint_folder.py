@@ -103,7 +103,8 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest, list[str]]:
 
 
 def pin(checkpoint: Path) -> None:
-    """Marks the checkpoint, so that remove_old() never removes it. Raises ValueError if it is gone."""
+    """Marks the checkpoint as pinned, so that remove_old() never removes it. Raises ValueError if the
+    checkpoint is gone."""
     with contextlib.suppress(OSError):
         (checkpoint / _PIN_NAME).touch()
     # The check comes after the mark. So if _remove() has renamed the folder, either the mark is found there
@@ -145,7 +146,7 @@ def make_folder(path: Path, mark: Path) -> None:
 
 
 def mark_of(path: Path, name: str) -> Path:
-    """Returns the path of the empty file by which the process `name` tests that it can write into the
+    """Returns the path of an empty file. The process `name` makes the file to show that it can write into the
     folder."""
     return path / f"{_MARK}{name}"
 

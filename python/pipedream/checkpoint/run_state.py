@@ -147,7 +147,7 @@ class RunState:
         return WorkerState.load(self._folder, rank)
 
     def restore_generators(self, rank: int, stream: RngStream | None) -> None:
-        """Restores the generators of the rank's process, and of its data stream if it has one."""
+        """Restores the random generators of the rank's process, and of its data stream if it has one."""
         if self._own is not None:
             process, data = self._own.process, self._own.data
         else:
@@ -158,7 +158,7 @@ class RunState:
             stream.go_on_from(RngState.from_document(data))
 
     def seed_data(self) -> None:
-        """Sets the process's generators to the states from which the next run's data draw."""
+        """Sets the process's random generators to the states with which the data of the next run begin."""
         generators = self.document["data_generators"]
         if generators is None:
             seed_all(data_seed(self.base_seed))

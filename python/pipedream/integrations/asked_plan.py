@@ -35,7 +35,7 @@ class AskedPlan:
     def of(
         cls, plan: Plan | str | os.PathLike[str] | None, workers: int | None, bandwidth: str | float
     ) -> AskedPlan:
-        """Makes it from a front end's arguments.
+        """Makes an AskedPlan from a front end's arguments.
 
         plan: a Plan, the path of a plan's file, or the replicas of every stage, such as "1-1"; None lets the
         planner choose the stages. workers: the most workers that the planner may use. Under torchrun it is

@@ -46,7 +46,7 @@ def planned_options(
     optimizer: torch.optim.Optimizer, schedulers: Sequence[Any], num_steps: int, step: Callable[[int], None]
 ) -> list[Options]:
     """Returns the options before each of the next num_steps steps, and after the last one. Optimizer and
-    schedulers are as before afterwards. step: step(i) advances the schedulers to their state after step i.
+    schedulers keep their states. step: step(i) advances the schedulers to their state after step i.
     """
     kept, states = (
         copy.deepcopy(options_of(optimizer)),

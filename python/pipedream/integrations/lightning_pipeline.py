@@ -45,8 +45,9 @@ from pipedream.update.piece_states import cut_out
 
 __all__ = ["Pipeline", "shared"]
 
-# The mean loss over a batch's pieces may differ from the whole batch's loss by this share of it. If the loss
-# is random, it may differ by _NOISE_FACTOR times the difference between two losses of the whole batch.
+# A batch may be cut if the mean loss over its pieces is close to the loss of the whole batch. The difference
+# may be _LOSS_TOLERANCE times the loss. If the loss is random, two losses of the whole batch differ, and the
+# difference may be _NOISE_FACTOR times as large as theirs.
 _LOSS_TOLERANCE = 1e-3
 _NOISE_FACTOR = 20
 

@@ -114,7 +114,7 @@ class StepCheckpoints:
             self._save_states(step, states)
 
     def finish(self, waiting: set[int], *, is_over: bool = False) -> None:
-        """Makes checkpoint-N for each step whose two sources are there.
+        """Makes checkpoint-N for each step whose pipeline's checkpoint and Trainer's state are there.
 
         waiting: steps that must wait, because their evaluations have not been reported. is_over: whether the
         training has ended, so that no step waits any longer.

@@ -137,7 +137,8 @@ class Training:
         self._optimizers = StageOptimizers(trainer.optimizer, trainer.model)
         self._by_metric = type(trainer.lr_scheduler).__name__ in _BY_METRIC
         self._schedulers = None if self._by_metric else StageSchedulers(trainer.lr_scheduler)
-        trainer.optimizer._opt_called = True  # without it torch warns, because this optimizer makes no step
+        # Without this mark torch would warn, because this optimizer makes no step.
+        trainer.optimizer._opt_called = True
         for _ in range(0 if self._by_metric else trainer.state.global_step):
             trainer.lr_scheduler.step()
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -171,7 +172,8 @@ class Training:
                 f" {100 * bubble:.0f} % of the time; raise gradient_accumulation_steps or the batch size",
                 flush=True,
             )
-        # The plan's shapes are dropped, because they are those of whole minibatches.
+        # The plan's shapes are dropped, because they are the shapes of whole minibatches, not of
+        # microbatches.
         return dataclasses.replace(plan, microbatches=self._microbatches, max_shapes={}, shapes_apart=())
 
     def _make_plan(self) -> Plan:

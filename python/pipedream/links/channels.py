@@ -317,9 +317,9 @@ def _between_replicas(
     content = TensorSpec(dtype, (spec.chunk_bytes_max // dtype.itemsize,), requires_grad=False)
     flags = TensorSpec(torch.uint8, (spec.num_pieces_max,), requires_grad=False)
     num_rounds = schedule.in_flight[edge.from_stage] + schedule.staleness + 2
-    # A version waits at the owner until the replica has read the version before it. Under vertical sync the
-    # replica reads old versions, so as many versions may wait as it keeps. One more may come in the last
-    # round, and one more may be released late.
+    # A version waits at the owner until the replica has read the previous version. Under vertical sync replicas
+    # read old versions, so a whole set of kept versions may wait. One more version may come in the last round,
+    # and one more may be released late.
     num_versions = max(num_rounds, _core.num_versions_kept(schedule, edge.from_stage) + 2)
     # The receiver has a slot for every chunk of a round, so that no chunk waits in its sender's memory.
     slots = max(spec.num_chunks, 1)
@@ -328,8 +328,8 @@ def _between_replicas(
         # chunks have room for the bytes of a round.
         slots = -(-spec.whole_bytes // spec.chunk_bytes_max)
     if is_push and owner >= schedule.placement.num_replicas(edge.from_stage):
-        # A spare uses a chunk only when all replicas have pushed it. With few slots a replica that is ahead
-        # waits, and the replicas that are behind get the link's bandwidth.
+        # A spare uses a chunk only when all replicas have pushed theirs. With few slots a replica that is
+        # ahead waits, and the replicas that are behind get the link's bandwidth.
         slots = min(slots, _core.NUM_SPARE_SLOTS)
     yield _channel(
         edge_name(edge, schedule.placement),
@@ -474,7 +474,7 @@ def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.Schedule
     found = []
     counts = TensorSpec(torch.int64, (3,), requires_grad=False)  # data.forwarded_counts
     boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
-    # A worker receives a whole group of minibatches before it begins the first (data/minibatch_source.py).
+    # A worker receives a whole group of minibatches before it begins the group (data/minibatch_source.py).
     group_size = _core.minibatches_between_drains(schedule)
     for channel, stage, replica in _data_ends(plan):
         # A minibatch keeps its slot until its last microbatch is computed.

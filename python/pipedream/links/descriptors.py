@@ -28,7 +28,7 @@ def descriptor_limit_raised() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:  # some sandboxes refuse it; check_descriptors() comes later
+    except (OSError, ValueError) as error:  # some sandboxes refuse a higher limit, which may not be needed
         _log.info("the limit of %d open files cannot be raised to %d: %s", soft, hard, error)
         yield
         return

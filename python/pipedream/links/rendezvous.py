@@ -467,7 +467,8 @@ def _heard_key(rank: int) -> str:
 
 
 def _needs_no_store(store: dist.Store, rank: int) -> bool:
-    """Whether the rank has read why the run failed, or has open links, which tell it that the run failed."""
+    """Whether the rank has read why the run failed, or has open links. Open links show the rank that the run
+    has failed."""
     if store.check([_heard_key(rank)]):
         return True
     return store.check([_sign_key(rank)]) and Sign.from_json(store.get(_sign_key(rank))).is_done

@@ -111,7 +111,8 @@ def job_of(
 
 
 def check_drained_at(drained_at: Sequence[int], num_replicas: Sequence[int], microbatches: int) -> None:
-    """Raises ValueError if a minibatch of drained_at does not begin a round, or if they are not in order."""
+    """Raises ValueError if a minibatch of drained_at does not begin a round, or if drained_at is not
+    sorted."""
     multiple = math.lcm(microbatches, *num_replicas) // microbatches
     for minibatch in drained_at:
         check_whole("drained_at", minibatch, at_least=0)

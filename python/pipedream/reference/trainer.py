@@ -176,8 +176,8 @@ class Trainer:
     def _shares(
         self, inputs: Any, targets: Any, pieces: Sequence[tuple[Any, Any]], minibatch: int
     ) -> list[float]:
-        """Returns the share of each microbatch. Raises ValueError if ignored labels make these shares wrong
-        (model/ignored_labels.py).
+        """Returns the share of each microbatch. Raises ValueError if these shares are wrong, because the loss
+        ignores some labels, such as -100 (model/ignored_labels.py).
         """
         of_pieces = [piece_targets for _, piece_targets in pieces]
         if self._weight_fn is not None and self._num_microbatches > 1:

@@ -152,7 +152,7 @@ def run(
         stages = [
             Stage(
                 module,
-                # At stages that stash, a repeated forward would give the same numbers, so it is left out.
+                # At stages that stash, no forward is repeated, because it would give the same numbers.
                 recomputes_newest=stage_index in recomputed and not versions.stashes(stage_index),
                 backward_seed=None if base is None else backward_seed(base, stage_index),
                 autocast=functools.partial(autocast_region, device.type, dtype),
@@ -396,8 +396,8 @@ def _recomputed_stages(recompute: bool | Sequence[int] | None, num_stages: int) 
 def _draws(
     modules: Sequence[StageModule], num_workers: int, seed: int | None, device: torch.device
 ) -> Iterator[tuple[int | None, RngStream | None]]:
-    """Makes random numbers as pipedream.run() draws them, within the with block. Yields (base seed,
-    generators of the data). Both are None with one worker, because it draws like a plain loop.
+    """Makes random numbers come out as in pipedream.run(), within the with block. Yields (base seed, random
+    generators of the data). Both are None with one worker, which draws like a plain loop.
     """
     if num_workers == 1:
         if seed is not None:

@@ -150,7 +150,7 @@ def skipping_shown(num_minibatches: int, *, is_shown: bool) -> Iterator[Callable
 def _display_for(
     file: TextIO, num_minibatches: int | None, num_epochs: int, schedule: _core.ScheduleOptions
 ) -> _Display:
-    # Rich's own test is not used, because it takes a CI log that wants colours for a terminal.
+    # Rich's own test takes a CI log that allows colours for a terminal, so isatty() decides.
     if file.isatty():
         console = Console(file=file)
         if not console.is_dumb_terminal:
