@@ -144,7 +144,7 @@ struct ScheduleOptions {
   // versions older than i0 / R_s. A stage that stashes has them in its slots. A stage that does not stash has
   // one slot, and the worker itself holds them.
   std::optional<MinibatchId> oldest_minibatch{};
-  std::int64_t staleness = 0;  // x: how many rounds older a version may be
+  std::int64_t staleness = 0;  // x: versions may be older by this many rounds
   // Whether the replicas make an update by a collective. If so, no shards are pushed or pulled.
   bool uses_allreduce = false;
   // Whether a shard is updated with each replica's gradient separately, as soon as it comes.

@@ -21,7 +21,7 @@ enum class ReadDelay {
   kListed,   // what the written program says
 };
 
-// How many microbatches may be forwarded and not yet backwarded.
+// Rules for the number of microbatches that may be forwarded and not yet backwarded.
 enum class InFlight {
   kAsPlanned,         // n_s
   kAsPlannedOfRound,  // n_s, but at most a replica's microbatches of one round

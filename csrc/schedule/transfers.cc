@@ -339,8 +339,8 @@ void Transfers::receive_pushes(std::int64_t round, std::vector<Instruction>& ins
 }
 
 // Receives the answer to the push of the round before, if no forward has received it. That happens only in
-// the cool-down. Before it, a forward stands between any two backwards, and the RECV pull of that forward
-// receives the answer.
+// the cool-down. Before the cool-down a forward stands between any two backwards. The RECV pull of that
+// forward receives the answer.
 void Transfers::receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const {
   if (!num_minibatches_) return;
   const std::int64_t num_own = rounds().num_own(replica_, *num_minibatches_);
