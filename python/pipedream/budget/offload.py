@@ -100,6 +100,10 @@ class _Geometry(NamedTuple):
         return torch._neg_view(tensor) if self.is_neg else tensor
 
 
+_Content = tuple[int, int, _Geometry]
+"""A storage, a version of its content, and the place of the tensor that counts the versions."""
+
+
 @dataclass(frozen=True)
 class _Kept:
     """A saved tensor that stays on the device."""
@@ -169,7 +173,7 @@ class SavedTensors:
         self._slot = slot
         self._kept_memory = {memory_of(tensor) for tensor in kept}
         self._used_bytes = 0
-        self._memories: dict[tuple[int, int], _Memory] = {}
+        self._memories: dict[_Content, _Memory] = {}
         # The references are weak, so that memory which the graph drops is freed and not copied back.
         self._away: list[weakref.ref[_Memory]] = []
         self._come_in: list[Any] = []
@@ -330,7 +334,7 @@ def measure_offloadable(kept: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
     offloading would have moved. kept: tensors that would stay on the device."""
     kept_memory = {memory_of(tensor) for tensor in kept}
     # The tensors must stay alive, because memory that is freed and used again would have the same key.
-    held: dict[tuple[int, int], Tensor] = {}
+    held: dict[_Content, Tensor] = {}
 
     def pack(tensor: Tensor) -> _Kept:
         packed = _Kept.of(tensor)
@@ -360,10 +364,12 @@ def _is_movable(tensor: Tensor, kept_memory: set[int]) -> bool:
     return num_bytes >= max(SMALL_BYTES, 1) and memory_of(tensor) not in kept_memory
 
 
-def _content_of(tensor: Tensor) -> tuple[int, int]:
+def _content_of(tensor: Tensor) -> _Content:
     """Returns a key that is equal for two live tensors only if they have the same storage with the same
-    content."""
-    return tensor.untyped_storage()._cdata, tensor._version
+    content. Parts of a storage may count their versions apart, as the gates of a GRUCell do. A tensor counts
+    with its base, so the base's place stands for the counter."""
+    base = tensor if tensor._base is None else tensor._base
+    return tensor.untyped_storage()._cdata, tensor._version, _Geometry.of(base)
 
 
 def _flat(tensor: Tensor) -> Tensor:

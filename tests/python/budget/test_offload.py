@@ -164,6 +164,22 @@ def test_pieces_of_one_storage_take_room_once_and_other_storages_lie_apart() -> 
     assert all(torch.equal(a, b) for a, b in zip(Square.unpacked, wanted, strict=True))
 
 
+def test_parts_of_one_storage_that_count_their_versions_apart_come_back_as_each_was_saved() -> None:
+    """A GRUCell saves its gates one by one, each after it was written. All lie in one storage, and each had
+    as many writes as the others."""
+    cell, inputs = torch.nn.GRUCell(6, 6, dtype=torch.float64), _random(4, 6)
+    stage = _stage(home_bytes=1 << 16)
+    parameters = list(cell.parameters())
+    wanted = torch.autograd.grad(cell(inputs).sum(), parameters)
+    saved = _saved(stage, parameters)
+    with saved:
+        loss = cell(inputs).sum()
+    saved.prefetch()
+    saved.arrive()
+    for gradient, expected in zip(torch.autograd.grad(loss, parameters), wanted, strict=True):
+        assert torch.equal(gradient, expected)
+
+
 def test_what_does_not_fit_stays_on_the_device() -> None:
     stage = _stage(home_bytes=200)
     leaf = _random(4, 6).requires_grad_()
