@@ -16,10 +16,11 @@ from torch import nn
 from pipedream.common.checks import check_choice
 from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.boundary import device_of, to_device
+from pipedream.model.data_copies import generators_of_loader_kept
 from pipedream.model.draws import SeenDraws, keyed_draws
 from pipedream.model.factories import with_delay
 from pipedream.model.layers import Model
-from pipedream.model.loss_state import loss_on
+from pipedream.model.loss_state import loss_on, spare_loss
 from pipedream.model.microbatch import samples_of
 from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
 from pipedream.model.references import check_loss_fn, gradients_noticed
@@ -257,17 +258,21 @@ class _EvaluatedTraining:
 
     def _figures(self, validation: Validation) -> dict[str, float]:
         """Returns the figures of the newest weights on the validation data."""
-        roots = (root for module in self._modules for _, root in module.roots())
+        roots = [root for module in self._modules for _, root in module.roots()]
         modules = [module for root in roots for module in root.modules()]
+        loss_fn = spare_loss(self._loss_fn, roots)
         losses: list[tuple[float, float]] = []
         sums: dict[str, list[tuple[float, float]]] = {name: [] for name in validation.metrics}
         with generators_kept(), torch.no_grad(), contextlib.ExitStack() as after:
             for module in modules:
                 after.callback(setattr, module, "training", module.training)
+                after.callback(module._buffers.update, dict(module._buffers))
                 module.training = False
-            buffers = [
-                (buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)
-            ]
+            frozen = (
+                p for module in modules for p in module.parameters(recurse=False) if not p.requires_grad
+            )
+            buffers = (buffer for module in modules for buffer in module.buffers(recurse=False))
+            before = [(tensor, tensor.clone()) for tensor in (*buffers, *frozen)]
             for index, batch in enumerate(validation.data):
                 inputs, targets = (
                     to_device(part, self._device, copy=True) for part in parts_of(batch, index)
@@ -276,12 +281,12 @@ class _EvaluatedTraining:
                 count = samples_of(inputs, targets) or 1
                 weight = float(count if self._weight_fn is None else self._weight_fn(targets))
                 if weight:
-                    losses.append((self._loss_fn(output, targets).item(), weight))
+                    losses.append((loss_fn(output, targets).item(), weight))
                 for name, metric in validation.metrics.items():
                     value, number = metric(output, targets)
                     sums[name].append((float(value), float(number)))
-            for buffer, content in buffers:
-                buffer.copy_(content)
+            for tensor, content in before:
+                tensor.copy_(content)
         return {"loss": _mean([(loss * weight, weight) for loss, weight in losses])} | {
             name: _mean(pairs) for name, pairs in sums.items()
         }
@@ -342,7 +347,7 @@ def _with_layers(
             " can be iterated again, as a list, or a list of layers"
         )
     # A copy of the data is read, because some data count how often they are iterated.
-    with generators_kept():
+    with generators_kept(), generators_of_loader_kept(data):
         seed_data(base_seed(seed), seed, sum(stage.num_replicas for stage in plan.stages))
         for batch in copy.copy(data):
             return cut_model(model, *parts_of(batch, 0), loss_fn, autocast=dtype)
