@@ -14,6 +14,7 @@ import pipedream
 import pytest
 import torch
 from farm import Farm
+from models import straight_plan
 from pipedream import reference
 from pipedream.callbacks import EvaluationReport
 from pipedream.launch import forwarder
@@ -105,20 +106,39 @@ class CentredLoss(nn.Module):
         return loss
 
 
-def train_with_a_centre(every: int | None) -> tuple[list[float], float, int]:
+class Averaging(nn.Module):
+    """Averages its inputs in a frozen parameter, also in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x + self.average.clone()
+
+
+def train_with_averages(every: int | None, by: Any = pipedream.run) -> tuple[list[float], list[float], Any]:
+    """Returns the losses, the losses of the evaluations, and what forwards have written."""
     torch.manual_seed(0)
-    model, loss_fn = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), CentredLoss()
+    model, loss_fn = nn.Sequential(nn.Linear(8, 8), Averaging(), nn.Linear(8, 4)), CentredLoss()
     validation = None if every is None else pipedream.Validation(_batches(3, 4, 1), every=every)
     options = _OPTIONS | {"loss_fn": loss_fn, "data": _batches(5, 4, 0), "validation": validation}
-    result = pipedream.run(model, pipedream.Plan.straight(2, 2), progress=False, **options)
-    return result.losses, float(loss_fn.centre), loss_fn.num_calls
+    options |= {"progress": False} if by is pipedream.run else {}
+    result = by(model, straight_plan(3, (1,)), **options)
+    evaluated = [
+        each[1]["loss"] if by is reference.run else each.loss for each in (result.validation if every else ())
+    ]
+    written = (float(loss_fn.centre), loss_fn.num_calls, model[1].average.tolist())  # type: ignore[union-attr]
+    return result.losses, evaluated, written
 
 
-def test_an_evaluation_leaves_the_state_of_the_loss_alone(farm: Farm) -> None:
-    assert (
-        farm.results(train_with_a_centre, 2, num_ranks=2)[0]
-        == farm.results(train_with_a_centre, None, num_ranks=2)[0]
-    )
+def test_an_evaluation_reads_what_forwards_write_at_its_boundary_and_leaves_it_alone(farm: Farm) -> None:
+    losses, evaluated, written = farm.results(train_with_averages, 2, num_ranks=2)[0]
+    without, _, written_without = farm.results(train_with_averages, None, num_ranks=2)[0]
+    assert (losses, written) == (without, written_without)
+    assert evaluated == train_with_averages(2, reference.run)[1]
 
 
 class WithAuxiliaryHead(nn.Module):

@@ -23,7 +23,7 @@ from pipedream.model.boundary import Boundary, to_device
 from pipedream.model.calls import is_compiled
 from pipedream.model.loss_state import spare_loss
 from pipedream.model.stage_calls import StageCalls
-from pipedream.model.stage_module import StageModule
+from pipedream.model.stage_module import FrozenWrites, StageModule
 from pipedream.model.untouched import untouched
 from pipedream.model.validation import Metric
 from pipedream.splitting.evaluation_cut import in_eval_mode
@@ -38,8 +38,8 @@ class RehearsedEvaluation:
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     """Boundaries at both sides of this worker's stages, by the stage upstream of the cut."""
     peak_bytes: int = 0
-    """Peak bytes of torch's tensors in one forward, plus the bytes of the stage's buffers, which the forward
-    copies.
+    """Peak bytes of torch's tensors in one forward, plus the bytes of the stage's buffers and small frozen
+    parameters, which the forward copies.
     """
 
 
@@ -78,8 +78,8 @@ def rehearse_evaluation(
             raise PipelineError(
                 f"the first validation minibatch does not pass {describe(index)}: {describe_error(error)}"
             ) from error
-        buffer_bytes = sum(buffer.nbytes for _, buffer in stage.stage_buffers())
-        peak_bytes = max(peak_bytes, num_bytes + buffer_bytes)
+        copied = (*stage.stage_buffers(), *FrozenWrites(stage).suspects())
+        peak_bytes = max(peak_bytes, num_bytes + sum(tensor.nbytes for _, tensor in copied))
         if not is_last:
             boundary = Boundary.of(output, name=f"the output of stage {index} in eval mode")
             boundaries[index] = boundary

@@ -18,7 +18,9 @@ from pipedream.model.batches import call_model
 if TYPE_CHECKING:
     from pipedream.model.draws import DrawSites, KeyedDraws
 
-__all__ = ["StageModule", "Tie", "find_ties", "tie_pairs"]
+__all__ = ["FrozenWrites", "StageModule", "Tie", "find_ties", "tie_pairs"]
+
+_SMALL_BYTES = 64 * 1024
 
 
 class StageModule(nn.Module):
@@ -133,6 +135,26 @@ class StageModule(nn.Module):
             for name, parameter in layer.named_parameters():
                 unique.setdefault(id(parameter), (prefix + name, parameter))
         return list(unique.values())
+
+
+class FrozenWrites:
+    """Finds the frozen parameters that a stage's forwards may write, such as those of a momentum encoder."""
+
+    def __init__(self, stage: StageModule) -> None:
+        self._stage = stage
+        self._marks = {name: _mark_of(parameter) for name, parameter in stage.frozen_parameters()}
+
+    def suspects(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns (full name, parameter) of small ones, and of those written since this object was made."""
+        return [
+            (name, parameter)
+            for name, parameter in self._stage.frozen_parameters()
+            if parameter.nbytes <= _SMALL_BYTES or _mark_of(parameter) != self._marks[name]
+        ]
+
+
+def _mark_of(parameter: nn.Parameter) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """An evaluation runs the forwards of validation minibatches at the stages of one worker. The last stage
 measures loss and metrics.
 
-    begin          before the first FORWARD after a boundary: copies the buffers, tells the core
-    EVALUATE       runs layers in eval mode, with the weights of the boundary and the copied buffers
+    begin          before the first FORWARD after a boundary: copies what forwards write, tells the core
+    EVALUATE       runs layers in eval mode, with the weights of the boundary and the copies
     last EVALUATE  finds no more validation minibatches; the last stage then has a result
 
-Evaluations make no gradients. Layers run on copies of the buffers, so buffers, generators and modes are
-unchanged afterwards. The EVALUATE items of one evaluation form a block: no other item runs in between. If a
-stage has replicas, only replica 0 evaluates, with its own buffers. Owned by the worker's compute thread.
+Evaluations make no gradients. Layers run on copies of the buffers and of the frozen weights that forwards
+write, and the loss is a copy too. So all of these, generators and modes are unchanged afterwards. The EVALUATE
+items of one evaluation form a block: no other item runs in between. If a stage has replicas, only replica 0
+evaluates, with its own buffers. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pipedream.model.loss_state import spare_loss
 from pipedream.model.microbatch import samples_of
 from pipedream.model.seeding import generators_kept
 from pipedream.model.stage_calls import StageCalls
-from pipedream.model.stage_module import StageModule
+from pipedream.model.stage_module import FrozenWrites, StageModule
 from pipedream.model.validation import LOSS, Metric, Validation
 from pipedream.splitting.evaluation_cut import in_eval_mode
 from pipedream.stage.boundaries import EVALUATE
@@ -219,8 +220,11 @@ class Evaluations:
         self._first = min(stages)
         self._last = schedule.num_stages - 1
         self._boundary = -1  # the boundary of the last evaluation that began here
+        self._frozen = {index: FrozenWrites(one.trained) for index, one in stages.items()}
         self._kept: dict[tuple[int, int], dict[int, Tensor]] = {}
-        """For each (stage, boundary), copies of the buffers by the id() of the buffer."""
+        """For each (stage, boundary), copies of what forwards write, by the id() of the original."""
+        self._kept_losses: dict[int, Any] = {}
+        """Copies of the loss, by boundary, at the last stage."""
         self._running: contextlib.ExitStack | None = None  # None outside a block
         self._written_memory: dict[int, set[int]] = {}  # by stage, inside a block
         self._num_over = 0  # number of this worker's stages that have ended the block
@@ -230,7 +234,9 @@ class Evaluations:
     def begin(self, stage: int, minibatch: int, events: int) -> None:
         if not events & EVALUATE or minibatch <= self._boundary:
             return  # an earlier stage of this worker began the evaluation, and it is already over
-        self._kept[stage, minibatch] = self._copies_of_buffers(stage)
+        self._kept[stage, minibatch] = self._copies_of(stage)
+        if stage == self._last:
+            self._kept_losses[minibatch] = self._copy_of_loss()
         if stage == self._first:
             self._core.begin_evaluation(minibatch)
 
@@ -322,16 +328,15 @@ class Evaluations:
         if self._reader is not None:
             self._reader.begin(boundary)
         if self._measures is not None:
-            # A copy of the loss is used, because validation must not change the state of the loss.
-            last = self._stages[self._last]
-            loss_fn = spare_loss(self._measures.loss_fn, [root for _, root in last.trained.roots()])
-            self._calls[self._last] = StageCalls(last.stage, loss_fn, self._device, self._autocast)
+            loss_fn = self._kept_losses.pop(boundary, None) or self._copy_of_loss()
+            stage = self._stages[self._last].stage
+            self._calls[self._last] = StageCalls(stage, loss_fn, self._device, self._autocast)
         self._running = running = contextlib.ExitStack()
         for index, one in self._stages.items():
             copies = self._kept.pop((index, boundary), None)
             roots = [root for _, root in one.stage.roots()]
             running.enter_context(in_eval_mode(roots))
-            running.enter_context(_with_buffers(roots, copies or self._copies_of_buffers(index)))
+            running.enter_context(_with_copies(roots, self._copies_of(index) if copies is None else copies))
             running.callback(setattr, one.trained, "draws", one.trained.draws)
             one.trained.draws = None
         self._written_memory = {index: written_memory(one.stage) for index, one in self._stages.items()}
@@ -346,27 +351,38 @@ class Evaluations:
         if self._num_over == len(self._stages):
             self.finish()
 
-    def _copies_of_buffers(self, stage: int) -> dict[int, Tensor]:
-        return {
+    def _copies_of(self, stage: int) -> dict[int, Tensor]:
+        """Returns copies of the stage's buffers, and of frozen parameters that forwards may write."""
+        buffers = {
             id(buffer): buffer.detach().clone() for _, buffer in self._stages[stage].trained.stage_buffers()
         }
+        frozen = self._frozen[stage].suspects()
+        return buffers | {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for _, p in frozen}
+
+    def _copy_of_loss(self) -> Any:
+        """Returns a copy of the loss, which may have a state (a centre, a count)."""
+        assert self._measures is not None
+        roots = [root for _, root in self._stages[self._last].trained.roots()]
+        return spare_loss(self._measures.loss_fn, roots)
 
 
 @contextlib.contextmanager
-def _with_buffers(roots: Sequence[nn.Module], copies: Mapping[int, Tensor]) -> Any:
-    """Puts `copies` into the modules in place of the buffers with these ids, until the context ends. The
-    buffers themselves are not written, because a graph that waits for its backward may have saved them."""
-    former = [
-        (module, name, buffer)
+def _with_copies(roots: Sequence[nn.Module], copies: Mapping[int, Tensor]) -> Any:
+    """Puts `copies` into the modules in place of the buffers and parameters with these ids, until the context
+    ends. The originals are not written, because a graph that waits for its backward may have saved them."""
+    tables: list[Any] = [
+        table
         for root in roots
         for module in root.modules()
-        for name, buffer in module._buffers.items()
-        if id(buffer) in copies
+        for table in (module._buffers, module._parameters)
     ]
-    for module, name, buffer in former:
-        module._buffers[name] = copies[id(buffer)]
+    former = [
+        (table, name, tensor) for table in tables for name, tensor in table.items() if id(tensor) in copies
+    ]
+    for table, name, tensor in former:
+        table[name] = copies[id(tensor)]
     try:
         yield
     finally:
-        for module, name, buffer in former:
-            module._buffers[name] = buffer
+        for table, name, tensor in former:
+            table[name] = tensor

@@ -35,6 +35,7 @@ from pipedream.data.stream import DataStream
 from pipedream.links.residuals import Residuals, by_name
 from pipedream.model.loss_state import LossState
 from pipedream.model.seeding import RngState
+from pipedream.model.stage_module import FrozenWrites
 from pipedream.stage.boundaries import EVALUATE, SNAPSHOT
 from pipedream.stage.stage_runner import PreparedStage, StageRunner
 from pipedream.update.asynchronous_server import AsynchronousServer
@@ -43,8 +44,6 @@ from pipedream.update.shards import Piece, ShardLayout
 from pipedream.update.stage_state import HeldVersions
 
 __all__ = ["DATA", "EVALUATED", "KINDS", "LOSS", "PENDING", "PROCESS", "Record", "StageSaver"]
-
-_SMALL_BYTES = 64 * 1024
 
 KINDS = "kinds"
 """Key of a part's state. Its value lists the shapes of minibatches that memory is planned for."""
@@ -69,7 +68,7 @@ class _Begun:
     tensors: dict[str, Tensor]
     """The tensors that `state` names."""
     frozen: dict[str, Tensor]
-    """Copies of the frozen parameters that are small or that a forward has written."""
+    """Copies of the frozen parameters that forwards may write."""
     held: HeldVersions = field(default_factory=HeldVersions)
 
 
@@ -116,11 +115,7 @@ class StageSaver:
         self._keep_residuals = keep_residuals
         self._meet = meet
         self._loss_state = loss_state
-        self._marks = {
-            stage: {name: _mark_of(parameter) for name, parameter in part.stage.frozen_parameters()}
-            for stage, part in self._parts.items()
-        }
-        """By stage and name: (number of writes, address) of each frozen parameter before any forward."""
+        self._frozen = {stage: FrozenWrites(part.stage) for stage, part in self._parts.items()}
         self._begun: dict[int, list[_Begun]] = {stage: [] for stage in self._parts}
         self.losses: Sequence[float] = ()
         """The losses of this segment so far, if the worker has the last stage."""
@@ -141,11 +136,7 @@ class StageSaver:
             state[DATA] = encode(stream.position(minibatch), DATA, tensors)
         if self.runners[stage].is_last and self._loss_state is not None:
             state[LOSS] = encode(self._loss_state.changed(), LOSS, tensors)
-        frozen = {
-            name: on_host(parameter)
-            for name, parameter in self._parts[stage].stage.frozen_parameters()
-            if parameter.nbytes <= _SMALL_BYTES or _mark_of(parameter) != self._marks[stage][name]
-        }
+        frozen = {name: on_host(parameter) for name, parameter in self._frozen[stage].suspects()}
         self._begun[stage].append(_Begun(minibatch, buffers, state, tensors, frozen))
 
     def reach(self, stage: int, minibatch: int, events: int) -> None:
@@ -272,7 +263,3 @@ class StageSaver:
             return None
         epochs, index = self._source.epochs, minibatch - self._source.first_minibatch
         return epochs[index] if index < len(epochs) else epochs[-1] + 1
-
-
-def _mark_of(parameter: Tensor) -> tuple[int, int]:
-    return parameter._version, parameter.data_ptr()
