@@ -7,7 +7,7 @@ run (segment.py) and begins another segment:
     1. reads a group of minibatches, after which the pipeline is empty (minibatch_source.py)
     2. if one is larger than planned, writes the sizes that the next segment plans for into the run's folder
     3. sends the end of the data on each channel; a worker that finds the file knows that a segment follows
-    4. when the workers need the old channels no more, opens new channels for the larger minibatch
+    4. when no worker needs the old channels any more, opens new channels for the larger minibatch
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class _Forwarder(threading.Thread):
         except Exception as error:
             self.error = error
             if self._core is not None:
-                # The store may not answer, so the links come first.
+                # The workers are told over the links first, because the store may not answer.
                 self._core.abort(errors.describe_error(error))
             with contextlib.suppress(Exception):
                 self._rendezvous.fail(errors.describe_error(error))

@@ -102,10 +102,10 @@ def run_locally(
 
     first: has minibatch 0 if it was already read. steering: calls the callbacks.
 
-    Raises ValueError if something cannot be sent to the workers, for a mistake that a worker has found, and
-    if the workers' loss of minibatch 0 differs from the caller's. Raises WorkerLost, PeerLost and other
-    PipelineErrors if the run fails. No worker is left behind. The caller's random generators stay as they
-    were. A DataLoader's own generator ends in the state that it has after the data were iterated.
+    Raises ValueError if something cannot be sent to the workers, and for a mistake that a worker has found.
+    Also raises it if the workers' loss of minibatch 0 differs from the caller's. Raises WorkerLost, PeerLost
+    and other PipelineErrors if the run fails. No worker is left behind. The caller's random generators stay
+    as they were. A DataLoader's own generator ends in the state that it has after the data were iterated.
     """
     # These checks run before any worker starts.
     stages = split(model, options.plan)

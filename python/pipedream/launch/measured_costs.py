@@ -1,10 +1,10 @@
 """Computes the costs that a run adds to a profile's layers, from the work items of calibrate()'s runs.
 
 A work item begins when its input has arrived, and ends when the worker asks for the next item. Time in the
-user's code is compute time; the rest is the runtime's own time. Two effects are removed from the times. A
-worker is faster while others wait, so times are converted to the speed at which as many workers work as the
-machine has cores (SharedHost). A worker is slower after a wait, so times are converted to times without waits
-(Waking). Pure; any thread.
+user's code is compute time; the rest is the runtime's own time. Two effects are removed from the times.
+First, a worker is faster while others wait. So times are converted to the speed that a worker has while all
+cores are busy (SharedHost). Second, a worker is slower after a wait. So times are converted to times
+without waits (Waking). Pure; any thread.
 """
 
 from __future__ import annotations

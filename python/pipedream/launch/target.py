@@ -48,8 +48,8 @@ class Job:
 def load_job(target: str, *, needs_optimizer: bool) -> Job:
     """Calls the function that `target` names.
 
-    Raises ValueError if there is no such function, if its result lacks a part, or if its result has an
-    argument that pipedream.run does not take."""
+    Raises ValueError if there is no such function, or if its result lacks a part. Also raises it if the
+    result has an argument that pipedream.run does not take."""
     module_name, separator, function_name = target.rpartition(":")
     if not (separator and module_name and function_name):
         raise ValueError(f"target is {target!r}: write path/to/file.py:function or package.module:function")

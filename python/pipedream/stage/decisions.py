@@ -292,8 +292,8 @@ def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:
     rounds = _core.rounds_of(schedule, 0)
     if rounds.num_replicas == 1:
         return 0
-    # The sum counts the round that rank 0 has pushed last, the round that another replica has begun, and the
-    # rounds by which that replica's weights may be old.
+    # The 2 counts the round that rank 0 has pushed last, and the round that another replica has begun. The
+    # other terms count the rounds by which that replica's weights may be old.
     num_rounds = 2 + schedule.staleness + sync_every
     return _in_groups(schedule, _in_flight(schedule) + num_rounds * rounds.minibatches_per_round)
 

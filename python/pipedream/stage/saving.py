@@ -1,5 +1,6 @@
 """The saver copies a worker's stages at boundaries, for checkpoints (boundaries.py).
 
+    when                                                          what is copied
     begin   before the stage's first forward after the boundary   its buffers, the data's position, generators
     before each backward from begin to reach, without stashing    the version that the next update overwrites
     reach   after the last update before the boundary             versions, optimizer, losses so far

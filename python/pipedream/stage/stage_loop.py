@@ -1,5 +1,5 @@
-"""The loop of one worker. It gets work items from the core, has the runner of the item's stage execute each
-item, and reports the item to the core as done. Owned by the worker's compute thread.
+"""The loop of one worker. It gets work items from the core. The runner of the item's stage executes an item,
+and then the loop reports the item to the core as done. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations

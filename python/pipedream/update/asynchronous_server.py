@@ -1,6 +1,6 @@
 """Runs one replica's part of a parameter server with asynchronous shards. Each replica owns one shard of the
-stage's parameters. The owner updates its shard with each gradient as soon as the gradient arrives, and sends
-the updated shard back to the replica that pushed the gradient.
+stage's parameters. The owner updates its shard with each gradient as soon as the gradient arrives. Then it
+sends the updated shard back to the replica that pushed the gradient.
 
     replica q, its part of round j                 the owner of another shard
     SEND push    its gradient, chunk by chunk ---> each chunk: the optimizer's step of this gradient alone
@@ -50,7 +50,7 @@ from pipedream.update.weights import view_like
 __all__ = ["NUM_ORDERED_MAX", "AsynchronousServer"]
 
 
-NUM_ORDERED_MAX = 1 << 20  # a longer order of updates is not reported
+NUM_ORDERED_MAX = 1 << 20  # the most updates of a shard whose order is reported
 _NUM_MEASURED_MAX = 8  # measured updates for other replicas; the first ones make the optimizer's state
 
 

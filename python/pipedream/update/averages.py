@@ -1,7 +1,7 @@
 """Keeps exponential moving averages of a stage's weights, for callbacks.EMA.
 
     UPDATE v          the optimizer makes version v + 1, chunk by chunk
-                      average = decay x average + (1 - decay) x version v + 1
+                      average = decay x average + (1 - decay) x (version v + 1)
     RECV version      the same formula, for a parameter that this stage uses and another stage updates
 
 The weights after the first update are the first average, as in torch.optim.swa_utils.AveragedModel. Averages

@@ -85,7 +85,8 @@ class LossScaling:
             heard = self._heard or any(at <= own for at in self._heard_at)
             self._heard, self._heard_at = False, [at for at in self._heard_at if at > own]
             self.scale = self._scaler.next_scale(heard)
-        elif self._drains:  # the round's later activations repeat its first report
+        elif self._drains:
+            # Later activations of the round repeat the report of the first, which already counts.
             self._heard = False
 
     def note_told(self, minibatch: int) -> None:

@@ -179,8 +179,8 @@ class ShardClient(StageGradients):
 
     def num_bytes(self, own_slot: int) -> int:
         """Returns the bytes of gradients, including factors and pushed gradients that are not sent yet.
-        Gradients that were unsent when the round's last backward began count until push() is over, because
-        they may have been in memory together with all gradients of that backward."""
+        Gradients that were unsent when the round's last backward began count until push() is over. They may
+        have been in memory together with all gradients of that backward."""
         left_bytes = 0 if self._factors is None else self._factors.num_bytes
         pushed = self._late | self._leaving()
         copies = self._pushes.gradients.values() if self._loss_scale != 1.0 else ()

@@ -76,9 +76,9 @@ class StageOptimizer:
         self._num_steps = 0
 
     def draw_by_name(self, base: int, stage_index: int) -> None:
-        """Makes the random draws of the optimizer's steps depend only on the run's seed `base`, the stage,
-        the names of its parameters and the number of the step. Without this call the draws come from the
-        process's generators."""
+        """Seeds the random draws of each of the optimizer's steps. The seed follows from the run's seed
+        `base`, the stage, the names of its parameters and the number of the step. Without this call the draws
+        come from the process's generators."""
         self._draws = update_seed(base, stage_index, [name for name, _ in self.named])
 
     def keep(self, pieces: Sequence[Piece]) -> None:

@@ -232,8 +232,8 @@ class WeightVersions:
                 self._sharing.add(index)
 
     def check_no_hooks(self) -> None:
-        """Raises ValueError if a forward has registered a hook at the leaf of one version, because the leaves
-        of other versions do not have that hook."""
+        """Raises ValueError if a forward has registered a hook at a leaf of one version. The leaves of other
+        versions would not have that hook."""
         for leaves in self._leaves if self.num_slots > 1 else ():
             for name, leaf in zip(self.names, leaves, strict=True):
                 if leaf._backward_hooks:

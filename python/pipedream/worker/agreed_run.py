@@ -1,8 +1,8 @@
 """The workers of a run agree before they start. All use rank 0's plan, seed and run id, and compare their
 options with rank 0's options.
 
-They exchange these values through the rendezvous, before any link is open. Runs on the worker's compute
-thread.
+They exchange these values through the rendezvous, a store of keys and values that all ranks can reach. This
+happens before any link is open. Runs on the worker's compute thread.
 """
 
 from __future__ import annotations

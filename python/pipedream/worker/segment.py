@@ -5,6 +5,8 @@
     follow   rank 0 tells all ranks whether another segment follows, before they finish
     close    frees the segment's memory
 
+An example, in which F0, B0 and U0 are the forward, the backward and the update of minibatch 0:
+
     F0 F1 B0 U0 F2 B1 U1 B2 U2 | minibatch 3 is larger: rehearse it, plan memory | F3 F4 B3 U3 ...
 
 The pipeline drains between two segments. The next segment begins with only the newest version, as a run does.

@@ -1,8 +1,8 @@
 """Plans the memory of a spare in its core's pool: the versions of its shard, and the state of its optimizer.
 A spare is a worker that owns a shard of a stage's parameters and has no minibatches.
 
-The constructor adds them as terms of the pool, so it runs before the core is sealed. prepare() runs
-afterwards, and returns the spare's loop. Owned by the worker's compute thread.
+The constructor adds them as terms to the pool (stage_pool.py), so it runs before the core is sealed.
+prepare() runs afterwards, and returns the spare's loop. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Plans the memory of one worker's stages in its core's pool: weight versions, optimizer state, and host
 memory for offloaded versions and activations.
 
-The constructor adds the terms to the pool, so it runs before the core is sealed. prepare() runs afterwards,
-and gives the memory to the stages. Runs on the worker's compute thread.
+The pool consists of terms. A term has a name and a number of equal slots. The constructor adds terms to the
+pool, so it runs before the core is sealed. prepare() runs afterwards, and gives the slots to the stages. Runs
+on the worker's compute thread.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     rank 0         asks: it writes a line into a file of the run's folder
     caller         looks into the file, calls the callbacks, and publishes the answer
-    stage 0        waits for the answer where its schedule says so
+    stage 0        waits for the answer at the boundary where the answer is due
     every stage    reads the answer where the learning rate changes
 
 Questions and answers are rare, and minibatches wait for them only at stage 0. The rendezvous carries answers,

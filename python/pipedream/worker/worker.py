@@ -308,7 +308,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _told_for(following: Following) -> Iterator[None]:
-    """Adds to an error in the with block for which minibatch memory was planned again."""
+    """Names the larger minibatch in an error that the with block raises while memory is planned again."""
     what = (
         f"minibatch {following.minibatch} is larger than planned ({following.shapes}), and there is no plan"
     )
