@@ -90,7 +90,8 @@ class HeldCredits {
   }
 
   const std::size_t num_enough_;
-  std::size_t num_told_ = 0;   // granted, and not yet filled as far as the receiver knows
+  // Slots that are granted and, as far as the receiver knows, not yet filled.
+  std::size_t num_told_ = 0;
   bool was_last_ = false;      // the last item filled the sender's last slot
   std::vector<bool> is_told_;  // by slot
   std::vector<std::uint16_t> free_slots_;

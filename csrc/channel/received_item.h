@@ -74,7 +74,7 @@ struct ReceivedSlot {
   [[nodiscard]] bool has_readers() const;  // whether kernels still read the slot
 
   ReceiverAccess* receiver = nullptr;
-  bool awaits_item = false;          // whether it is leased and no item has begun; for the thread that drives
+  bool awaits_item = false;          // whether the slot is leased and no item has begun
   std::byte* data = nullptr;         // where the item lands: the slot's memory or the posted place
   std::size_t num_posted_bytes = 0;  // 0: no place was posted
   std::atomic<int> num_holders{0};

@@ -56,7 +56,8 @@ struct ChannelOptions {
   ItemSpec item;
   // The sender's chunk size. 0 stands for kUsualChunkBytes, or kPlacedChunkBytes for placed items.
   std::size_t chunk_bytes = 0;
-  std::size_t num_items_max = 16;  // sender: items that may wait or be on the wire at once
+  // For a sender: the most items that may wait or be on the wire at once.
+  std::size_t num_items_max = 16;
   // The numbers of the microbatches that the channel carries, counted through the whole run: first_microbatch
   // and every microbatch_stride-th number after it, for instance 1, 3, 5 with 1 and 2. With a stride of 0
   // they are any later numbers in ascending order.
@@ -64,7 +65,7 @@ struct ChannelOptions {
   std::int64_t microbatch_stride = 1;
   std::int64_t num_microbatches = 1;   // per minibatch
   Codec codec{};                       // applied to float tensors only
-  std::size_t num_transfers_kept = 0;  // how many of the newest items each end keeps the times of
+  std::size_t num_transfers_kept = 0;  // number of newest items whose times each end keeps
   // The most places that the receiver may have posted and not yet granted; 0 if its items land in slots and
   // not in posted places.
   std::size_t num_posts_max = 0;

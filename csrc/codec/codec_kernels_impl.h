@@ -132,7 +132,7 @@ constexpr KeyBound<Number> kNoBound = -1;
 // fits.
 template <class Number>
 struct List {
-  std::uint32_t* entries;  // in the order of the elements
+  std::uint32_t* entries;  // ordered by the elements' positions
   std::size_t num_entries_max;
   std::size_t num_entries;
   KeyBound<Number> bound;  // only keys above it are listed
@@ -317,7 +317,7 @@ void keep_largest(std::size_t num_chosen, const Number* residual, List<Number>& 
     for (; place < list.part_ends[part]; ++place) {
       const std::uint32_t entry = list.entries[place];
       bool is_chosen = list.code_of(entry) > code;
-      if (list.code_of(entry) == code) {  // seldom
+      if (list.code_of(entry) == code) {
         const auto key = magnitude_key(residual[list.index_of(part, entry)]);
         const bool is_chosen_equal = key == threshold.key && threshold.num_equal > 0;
         threshold.num_equal -= is_chosen_equal ? 1U : 0U;

@@ -157,7 +157,7 @@ class ShardExchange {
   const ExchangeSpec spec_;
   ItemCarrier& carrier_;
   const WeightVersion first_;
-  std::map<ReplicaIndex, Pushed> pushed_;  // for the round that is updated next
+  std::map<ReplicaIndex, Pushed> pushed_;  // the pushes for the round that is updated next
   std::optional<ItemFields> told_end_;
   std::int64_t num_pushed_;     // rounds whose pushes end_push() has ended
   ReplicaIndex next_told_;      // the first replica that tell_end() has not told

@@ -13,7 +13,8 @@ namespace pipedream {
 struct BellAddress {
   std::uint64_t pid = 0;
   std::uint64_t fd = 0;
-  std::uint64_t inode = 0;  // of the pipe; shows whether the number of the process or descriptor was reused
+  // The pipe's inode, which shows whether the number of the process or descriptor was reused.
+  std::uint64_t inode = 0;
 
   friend bool operator==(const BellAddress&, const BellAddress&) = default;
 };

@@ -161,7 +161,7 @@ class LinkCore : public Link {
 
   // Used by the thread that drives the transport.
   State state_ = State::kConnecting;
-  bool closing_ = false;  // say BYE as soon as the link is open
+  bool closing_ = false;  // whether to say BYE as soon as the link is open
   bool said_hello_ = false;
   std::deque<HeldFrame> waiting_;  // frames that were sent before the link was open
   std::uint64_t next_sent_ = 0;    // sequence numbers

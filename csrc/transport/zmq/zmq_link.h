@@ -163,11 +163,11 @@ class ZmqLink final : public LinkCore {
   void* socket_ = nullptr;
   void* monitor_ = nullptr;
   std::string address_;
-  std::string server_key_;  // of the listener; empty without keys
-  std::string token_;       // of the listener; empty with keys
+  std::string server_key_;  // the listener's public key; empty without keys
+  std::string token_;       // the listener's token; empty with keys
 
   // Used by the thread that drives the transport.
-  int socket_fd_ = -1;  // watched descriptors; -1: none
+  int socket_fd_ = -1;  // the watched descriptors of socket and monitor; -1: none
   int monitor_fd_ = -1;
   bool is_marked_ = false;   // whether it is in marked_links, because there may be traffic
   bool has_events_ = false;  // the monitor may have events
