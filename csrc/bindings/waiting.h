@@ -25,7 +25,6 @@ void bind_run_failure(pybind11::module_& module);
 
 inline constexpr Deadline kAtOnce{};  // a deadline in the past
 
-// Calls `attempt(kAtOnce)` once without the GIL.
 template <class Attempt>
 [[nodiscard]] auto at_once(Attempt attempt) {
   auto result = [&] {

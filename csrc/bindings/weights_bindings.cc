@@ -41,7 +41,6 @@ void* pointer(std::uintptr_t address) {
   return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
-// True for "cuda", false for "host".
 bool on_cuda(const std::string& device) {
   if (device == "cuda") return true;
   if (device == "host") return false;

@@ -487,7 +487,6 @@ void ReceiveChannel::on_failed(Link& /*link*/, const Failure& failure) {
   wakeup_.fail(failure);
 }
 
-// Whether the sender writes into memory of this channel itself.
 bool ReceiveChannel::is_claimed() const {
   if (shared_ == nullptr) return false;
   return takes_posts() ? shared_->is_claimed_for(options_.channel_id) : shared_->is_claimed();
