@@ -93,7 +93,9 @@ class ItemCopier {
   SlotGroup* const staging_;            // null when the wire reads the tensors
   const std::vector<Lease> residuals_;  // the items use them in turn; empty when the codec keeps none
   std::size_t num_started_ = 0;         // counted only if there are residuals
-  const Lease encoded_;  // used in the copy stream's order; invalid where nothing is encoded on a device
+  // One item's encoded bytes on the device. Items use it one after the other, in the copy stream's order.
+  // Invalid if nothing is encoded on a device.
+  const Lease encoded_;
   const std::function<void()> on_copied_;
   std::unique_ptr<PlacedSlots> placed_slots_;  // null without shared memory, and after end_placing()
   std::unique_ptr<StreamCodec> stream_codec_;  // null when nothing travels encoded

@@ -149,8 +149,9 @@ class ReceiveChannel final : public LinkHandler {
   Wakeup& wakeup_;
   SlotGroup& slots_;
   SlotGroup* const staging_;
-  const Lease encoded_;               // used by the item being received, in the copy stream's order
-  const SharedMemory* const shared_;  // null when the memory is not shared
+  // One item's encoded bytes on the device. Items use it one after the other, in the copy stream's order.
+  const Lease encoded_;
+  const SharedMemory* const shared_;                                 // null when the memory is not shared
   const std::shared_ptr<std::vector<ReceivedSlot>> received_slots_;  // by slot of `slots_`
   std::unique_ptr<StreamCodec> stream_codec_;                        // null when nothing travels encoded
   std::unique_ptr<Stream> copy_stream_;  // null when nothing is staged and no grant waits for readers
