@@ -63,7 +63,8 @@ struct ExchangeSpec {
   std::vector<std::byte*> own_slots;  // memory of the stage's version slots
   // The slot of each version at the start. Empty: there is one version, in slot 0.
   std::map<WeightVersion, SlotIndex> slot_of{};
-  std::vector<std::byte*> tied_slots;  // version v lies in slot (v - first) mod their number
+  // Memory for chunks of tied parameters: version v lies in slot (v - first version) mod the number of slots.
+  std::vector<std::byte*> tied_slots;
   std::vector<std::byte*> push_slots;  // zeroed memory of PushLayout::slot_bytes(); a round uses one of them
   Codec push_codec{};
   bool keeps_gradients = false;  // the optimizer may keep received gradients, so no mean overwrites them

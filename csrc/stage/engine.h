@@ -59,7 +59,7 @@ struct WorkItem {
   // forward. kRecv needs the edge's item; it is absent if the edge has no channel.
   std::optional<ReceivedItem> received;
   std::int64_t num_minibatches = 0;  // set when all is done, like end_events
-  std::uint8_t end_events = 0;       // due at the end (ItemFields::boundary_events)
+  std::uint8_t end_events = 0;       // bits of the events due at the end of the run (ItemFields)
 };
 
 // One stage of this worker. The slots outlive the engine.

@@ -1,7 +1,7 @@
 // A Worker owns the device, pool, transport, named channels and stage engine of a process. It makes them in
 // the order in which they depend on each other.
 //
-//   add_*  ->  seal  ->  listen  ->  connect  ->  wait_open  ->  start  ->  next_work / complete_*  ->  close
+//   add_* -> seal -> listen -> connect -> wait_open -> start -> next_work, engine().complete -> close
 //
 // Before add_*, workers with devices on one host may find out which worker can write into which other
 // worker's memory. The receiver makes an offer, and the sender tries to use it. If this succeeds, a channel
