@@ -8,7 +8,7 @@
 If the third command is killed and started again, it continues from its newest checkpoint.
 
 The planner chooses the schedule unless you give one. A plan depends on measured times and may differ from run
-to run, so the script keeps the first plan in the output folder and uses it again. The same seed, plan,
+to run. So the script keeps the first plan in the output folder and uses it again. The same seed, plan,
 schedule and microbatches give the same losses.
 """
 

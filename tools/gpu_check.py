@@ -19,9 +19,9 @@ The machine must have Python 3.10 with torch (CUDA), pybind11, cmake, ninja or m
 and GoogleTest for the C++ tests. Other wheels that it lacks (pyzmq, typer, rich, safetensors, scikit-learn,
 matplotlib) are taken from the folder .whl.
 
-Each group writes into FOLDER (bench/results/gpu): <group>.json with the device, the commit, every step's
-outcome and the figures that it printed as JSON, and <group>.log with all output. The group speed also writes
-timelines.zip. If a step fails, the steps that do not need it still run, and the exit status is 1.
+Each group writes two files into FOLDER (bench/results/gpu). <group>.log has all output. <group>.json has the
+device, the commit, every step's outcome, and the figures that steps printed as JSON. The group speed also
+writes timelines.zip. If a step fails, the steps that do not need it still run, and the exit status is 1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rehearses an evaluation: each worker runs its own stages once, in eval mode, on the first validation
-minibatch. The rehearsal shows which tensors cross the cuts in eval mode, how much memory an evaluation takes,
-and whether the loss and the metrics accept the outputs.
+minibatch. The rehearsal shows which tensors cross the cuts in eval mode, and how much memory an evaluation
+takes. It also shows whether the loss and the metrics accept the outputs.
 
 Values go from stage to stage as in the rehearsal of the training (rehearsal.py). Afterwards modules, random
 generators and the state of loss and metrics are as they were. Runs on the worker's compute thread.

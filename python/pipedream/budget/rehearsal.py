@@ -16,8 +16,8 @@ in addition to the pool (Footprint).
 
 A layer that fails raises PipelineError, which names stage and rank. A value that cannot cross a cut raises
 ValueError, which names the stage and the place in the value. A failure of the last stage, the loss or a
-backward raises nothing here, because minibatch 0 will fail in the same way and name the place. The worker's
-compute thread owns all objects.
+backward raises nothing here. Minibatch 0 will fail in the same way and name the place. The worker's compute
+thread owns all objects.
 """
 
 from __future__ import annotations

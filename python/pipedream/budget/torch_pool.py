@@ -66,5 +66,5 @@ class TorchPool:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of the segments that torch took."""
+        """The most bytes that torch has had from the pool at once."""
         return _core.segment_arena_bytes()[1]

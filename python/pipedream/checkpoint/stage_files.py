@@ -110,7 +110,7 @@ def state_of(snapshot: StageSnapshot) -> dict[str, Any]:
 
 
 def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
-    """Reads a part's snapshot, whose contents_of() and state_of() were written. Its tensors are copies."""
+    """Reads the snapshot of a part, the reverse of contents_of() and state_of(). The tensors are copies."""
     state = read_part_state(folder, part.stage, part.replica)
     strides: dict[str, list[int]] = state[_STRIDES]
 

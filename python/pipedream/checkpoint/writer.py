@@ -141,7 +141,7 @@ class CheckpointWriter:
         memory.clear()
         copied = [
             content if content.kind == FROZEN else replace(content, tensors=memory.copies(content.tensors))
-            for content in contents  # frozen parameters need no copy, because nobody changes them
+            for content in contents  # stage/saving.py has copied the frozen parameters that may change
         ]
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pipedream-checkpoints", daemon=True)
