@@ -6,6 +6,7 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -62,6 +63,8 @@ class StageOptimizer:
         self.optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._where = where
+        self._knows_delay = isinstance(factory, functools.partial) and "delay" in factory.keywords
+        """Whether the options may depend on the plan."""
         self._made_with: list[dict[str, Any]] = []
         """The options of the optimizer's groups, as they were when the user's factory returned."""
         if self._masters:
@@ -224,11 +227,7 @@ class StageOptimizer:
         ]
         made_with = encode(self._made_with, "made with", {})
         if listed != before["parameters"] or made_with != before["made_with"]:
-            raise ValueError(
-                f"state has other groups of parameters, or other options of them, than the optimizer of"
-                f" {self._where} is made with: go on with the same optimizer, and change rates by an"
-                " lr_scheduler"
-            )
+            raise self._made_otherwise()
         device = self._device
         groups = [
             {**decode(options, tensors, device), "params": [index_of[name] for name in names]}
@@ -257,17 +256,22 @@ class StageOptimizer:
             for tensors, document in parts
             for name, value in document["optimizer"]["state"].items()
         )
-        options_of: dict[str, Any] = {}
+        options_of: dict[str, tuple[Any, Any]] = {}
         for tensors, document in parts:
             before = document["optimizer"]
-            for names, options in zip(before["parameters"], before["groups"], strict=True):
-                options_of |= dict.fromkeys(map(whole_name, names), decode(options, tensors, device))
+            of_groups = zip(before["parameters"], before["groups"], before["made_with"], strict=True)
+            for names, options, made_with in of_groups:
+                known = decode(options, tensors, device), made_with
+                options_of |= dict.fromkeys(map(whole_name, names), known)
         groups, state = [], {}
         listed = iter(self._names_by_index().items())
-        for group in self.optimizer.param_groups:
+        mine = encode(self._made_with, "made with", {})
+        for group, made_with in zip(self.optimizer.param_groups, mine, strict=True):
             indices = [next(listed) for _ in group["params"]]
-            known = [options_of[whole] for _, name in indices if (whole := whole_name(name)) in options_of]
-            groups.append({**(known[0] if known else group), "params": [index for index, _ in indices]})
+            found = [options_of[whole] for _, name in indices if (whole := whole_name(name)) in options_of]
+            if not self._knows_delay and any(made_before != made_with for _, made_before in found):
+                raise self._made_otherwise()
+            groups.append({**(found[0][0] if found else group), "params": [index for index, _ in indices]})
             for (index, name), master in zip(indices, group["params"], strict=True):
                 if whole_name(name) in states:
                     state[index] = cut_out(states[whole_name(name)], name, master)
@@ -278,6 +282,13 @@ class StageOptimizer:
             content = decode(document["scheduler"]["state"], tensors, device)
             self._scheduler.load_state_dict(_without_groups(content, len(groups)))
             _take_rates_of(self.optimizer, self._scheduler)
+
+    def _made_otherwise(self) -> ValueError:
+        return ValueError(
+            f"state has other groups of parameters, or other options of them, than the optimizer of"
+            f" {self._where} is made with: go on with the same optimizer, and change rates by an"
+            " lr_scheduler or a callback"
+        )
 
     @property
     def _device(self) -> torch.device | None:
@@ -290,7 +301,7 @@ class StageOptimizer:
         if here != there:
             raise ValueError(
                 f"{what} is {here} at {self._where}, and state is of a run with {there}: go on with the same,"
-                " or leave state out"
+                " or begin anew"
             )
 
     def _load(self, content: dict[str, Any]) -> None:

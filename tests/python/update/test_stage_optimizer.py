@@ -208,3 +208,17 @@ def test_what_cannot_update_a_stage_is_refused_in_one_line(
     with pytest.raises(kind, match=message) as caught:
         StageOptimizer(factory, stage_of(nn.Linear(2, 2)).trainable_parameters(), lr_scheduler)
     assert "\n" not in str(caught.value)
+
+
+def _slower_when_late(parameters: list[nn.Parameter], delay: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1 / (1 + delay))
+
+
+def test_a_state_of_other_options_is_refused_also_under_another_plan() -> None:
+    named = stage_of(nn.Linear(2, 1)).trainable_parameters()
+    before = StageOptimizer(functools.partial(torch.optim.SGD, lr=0.1), named).state()
+    StageOptimizer(functools.partial(torch.optim.SGD, lr=0.1), named).go_on_from_parts([before])
+    with pytest.raises(ValueError, match="other options of them, than the optimizer of the stage"):
+        StageOptimizer(functools.partial(torch.optim.SGD, lr=0.2), named).go_on_from_parts([before])
+    # An option that follows from the plan may differ.
+    StageOptimizer(functools.partial(_slower_when_late, delay=1.0), named).go_on_from_parts([before])
