@@ -31,7 +31,7 @@ TEST(BoundedQueue, PushWaitsForRoom) {
     EXPECT_TRUE(queue.push(2));
     pushed = true;
   });
-  EXPECT_FALSE(pushed);  // no room was made yet
+  EXPECT_FALSE(pushed);  // the queue is still full
   EXPECT_EQ(queue.pop(), 1);
   EXPECT_EQ(queue.pop(), 2);
   producer.join();

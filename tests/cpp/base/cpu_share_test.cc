@@ -36,7 +36,7 @@ class CpuShareTest : public testing::Test {
 TEST_F(CpuShareTest, MovesAThreadThatRunsElsewhereAndLeavesItFree) {
   if (before_.size() < 2) GTEST_SKIP() << "one CPU";
   const int elsewhere = before_.front();
-  allow({elsewhere});  // so that it is there
+  allow({elsewhere});  // makes the thread run elsewhere
   CpuShare bound({before_.back()});
   EXPECT_EQ(bound.come_back(0), std::nullopt) << "its own CPUs are not allowed";
   EXPECT_EQ(allowed_cpus(), std::vector<int>{elsewhere});
@@ -45,7 +45,7 @@ TEST_F(CpuShareTest, MovesAThreadThatRunsElsewhereAndLeavesItFree) {
   std::optional<int> left;
   for (std::int64_t now_ns = 0; !left; now_ns += CpuShare::kPeriodNs) {
     allow({elsewhere});
-    allow(before_);  // it may be moved before it is asked, by the scheduler
+    allow(before_);  // the scheduler may move the thread back before come_back() is called
     left = own.come_back(now_ns);
   }
   EXPECT_NE(*left, before_.back());

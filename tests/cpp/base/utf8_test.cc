@@ -18,14 +18,15 @@ TEST(AsUtf8, LeavesCharactersOfEveryLengthAsTheyAre) {
 }
 
 TEST(AsUtf8, ReplacesBytesThatBelongToNoCharacter) {
-  EXPECT_EQ(as_utf8("caf\xE9 x"), "caf" + kReplaced + " x");                     // Latin 1
-  EXPECT_EQ(as_utf8("\x80\xFF"), kReplaced + kReplaced);                         // no first byte
-  EXPECT_EQ(as_utf8("a\xF0\x9F\x9A"), "a" + kReplaced + kReplaced + kReplaced);  // cut off
-  EXPECT_EQ(as_utf8("\xC0\xAF"), kReplaced + kReplaced);                         // longer than it need be
-  EXPECT_EQ(as_utf8("\xE0\x80\xAF"), kReplaced + kReplaced + kReplaced);         // likewise
-  EXPECT_EQ(as_utf8("\xED\xA0\x80"), kReplaced + kReplaced + kReplaced);         // half of a UTF-16 pair
+  EXPECT_EQ(as_utf8("caf\xE9 x"), "caf" + kReplaced + " x");  // 0xE9 is é in Latin-1, not in UTF-8
+  EXPECT_EQ(as_utf8("\x80\xFF"), kReplaced + kReplaced);      // neither is the first byte of a character
+  // Cut off after three of four bytes.
+  EXPECT_EQ(as_utf8("a\xF0\x9F\x9A"), "a" + kReplaced + kReplaced + kReplaced);
+  EXPECT_EQ(as_utf8("\xC0\xAF"), kReplaced + kReplaced);                  // '/' in two bytes instead of one
+  EXPECT_EQ(as_utf8("\xE0\x80\xAF"), kReplaced + kReplaced + kReplaced);  // '/' in three bytes
+  EXPECT_EQ(as_utf8("\xED\xA0\x80"), kReplaced + kReplaced + kReplaced);  // half of a UTF-16 pair
   EXPECT_EQ(as_utf8("\xF4\x90\x80\x80"),
-            kReplaced + kReplaced + kReplaced + kReplaced);  // beyond the last one
+            kReplaced + kReplaced + kReplaced + kReplaced);  // beyond U+10FFFF, the last character
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ struct Content {
   }
 };
 
-// Counts the destroyed keep_alives, and notes on which threads they were destroyed.
+// Counts the destroyed keep_alives and the threads on which they were destroyed.
 class Deaths {
  public:
   std::shared_ptr<void> watch(std::shared_ptr<Content> content) {
@@ -192,13 +192,14 @@ class ChannelPair : public testing::Test {
     make_receiver_terms(spec, sizes, computes_apart);
     open_receiver(spec, sizes, computes_apart);
   }
-  // computes_apart: the reader may still read a slot after its release. Real device memory is not poisoned.
+  // Plans the receiver's memory and seals the pool. With computes_apart the reader may still read a slot
+  // after its release, so slots are not poisoned.
   void make_receiver_terms(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = true) {
     spec_ = spec;
     add_terms(*pool_, spec, sizes, /*poison=*/!computes_apart);
     pool_->seal();
   }
-  // Makes the receiver. Its terms exist already.
+  // Makes the receiver in memory that the pool has planned already.
   void open_receiver(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
     if (computes_apart && !compute_stream_) compute_stream_ = device_->make_stream();
     receiver_ = std::make_unique<ReceiveChannel>(receiver_options(spec, sizes), *receiving_, receiver_wakeup_,
@@ -253,7 +254,7 @@ class ChannelPair : public testing::Test {
     sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), fields, there.tensors, std::move(ready),
                   std::move(there.owner));
   }
-  // Tensors that are on their way to the device.
+  // Tensors whose copy to the device may still be running.
   struct OnDevice {
     std::vector<TensorView> tensors;
     std::shared_ptr<void> owner;
@@ -315,7 +316,7 @@ class ChannelPair : public testing::Test {
     return failure ? *failure : Failure{FailureKind::kClosed, "no failure came"};
   }
 
-  // This polls, because a release after a failure wakes no thread.
+  // Polls, because a release after a failure wakes no thread.
   void wait_until_none_is_unreleased() {
     const Deadline deadline = patience();
     while (sender_->num_unreleased() > 0 && Clock::now() < deadline) std::this_thread::yield();
@@ -354,10 +355,10 @@ class ChannelPair : public testing::Test {
   Recorder bare_receiver_;
   Deaths deaths_;
   std::vector<std::byte> payload_ = patterned_bytes(4096, 1);
-  std::unique_ptr<Device> device_;  // of both ends
+  std::unique_ptr<Device> device_;  // shared by both ends
   std::unique_ptr<Stream> compute_stream_;
-  std::function<std::unique_ptr<Stream>()> side_stream_;  // of the receiver's options
-  std::unique_ptr<Stream> upload_stream_;                 // null where tensors are sent from host memory
+  std::function<std::unique_ptr<Stream>()> side_stream_;  // given to the receiver as its option of this name
+  std::unique_ptr<Stream> upload_stream_;                 // null if tensors are sent from host memory
   std::unique_ptr<Pool> pool_;
   ItemSpec spec_;
   SlotGroup* slots_ = nullptr;

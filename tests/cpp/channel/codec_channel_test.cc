@@ -99,11 +99,12 @@ TEST_P(CodecChannels, ItemsArriveAsTheCodecMakesThem) {
                        {DType::kFloat32, 0, 4}});
   make_channels(spec, {.num_slots = 3, .chunk_bytes = 5000, .codec = codec()});
   std::vector<std::vector<std::byte>> residuals;
-  for (const TensorSpec& tensor : spec.tensors()) residuals.emplace_back(2 * tensor.bytes_max);  // or less
+  // An upper bound of the residual's size.
+  for (const TensorSpec& tensor : spec.tensors()) residuals.emplace_back(2 * tensor.bytes_max);
   for (std::uint32_t minibatch = 0; minibatch < 12; ++minibatch) {
     auto integers = std::make_shared<Content>();
     integers->add(DType::kInt64, {minibatch % 7}, minibatch);
-    const std::int64_t num_rows = minibatch % 4 == 3 ? minibatch : kNumRowsMax;  // a short one now and then
+    const std::int64_t num_rows = minibatch % 4 == 3 ? minibatch : kNumRowsMax;  // every fourth item is short
     const auto content =
         joined({normal_floats<float>({num_rows, kNumColumns}, minibatch), integers,
                 normal_floats<double>({minibatch == 5 ? 0 : 1000}, minibatch + 50),
@@ -118,7 +119,7 @@ TEST_P(CodecChannels, ItemsArriveAsTheCodecMakesThem) {
   }
   const ChannelStats stats = receiver_->stats();
   EXPECT_EQ(stats.num_items, 12U);
-  EXPECT_EQ(stats.tensor_bytes, sender_->stats().tensor_bytes);  // as they are, not as they travel
+  EXPECT_EQ(stats.tensor_bytes, sender_->stats().tensor_bytes);  // sizes before encoding
   EXPECT_EQ(stats.placed_bytes > 0, placed());
 }
 
@@ -138,8 +139,8 @@ TEST_P(CodecChannels, ItemsThatAreSentAtOnceAreEncodedInOrder) {
   for (const Content& content : expected) expect_equal(take(), content);
 }
 
-// Several items are sent at once, and each has a residual of its own. The chunks of a shard need this: they
-// are sent one after the other in every round.
+// Several items are sent in turn, and each has a residual of its own. Replicas need this: they send the
+// chunks of a shard one after the other, once per update.
 TEST_P(CodecChannels, WhatIsLeftOutIsKeptOfEachOfSeveralItemsInTurn) {
   constexpr std::int64_t kNumElements = 1000;
   constexpr std::uint32_t kNumResiduals = 3;
@@ -155,7 +156,8 @@ TEST_P(CodecChannels, WhatIsLeftOutIsKeptOfEachOfSeveralItemsInTurn) {
   }
 }
 
-// A worker that plans its memory again at a boundary has another sender after that.
+// A worker may plan its memory again during a run. Its new sender then continues with the residuals of the
+// old one.
 TEST_P(CodecChannels, WhatAnotherSenderHasLeftOutMayBeSent) {
   constexpr std::int64_t kNumElements = 1000;
   const bool keeps = codec().kind == CodecKind::kTopK;
@@ -178,7 +180,7 @@ TEST_P(CodecChannels, WhatAnotherSenderHasLeftOutMayBeSent) {
   expected.bytes[1] = through(codec(), content->tensors[1], residual);
   send(0, content);
   expect_equal(take(), expected);
-  ASSERT_TRUE(sender_->wait_until_sent(patience()));  // orders what has been kept before us
+  ASSERT_TRUE(sender_->wait_until_sent(patience()));  // makes the residual visible to this thread
   if (keeps) {
     EXPECT_EQ(read(kept[0][1]), residual);
   }
@@ -259,7 +261,7 @@ class BrokenEncoding : public ChannelPair {
 
 TEST_F(BrokenEncoding, OfAnotherCodecIsRefused) {
   receive_by("bf16");
-  header_.codec = CodecKind::kFloat16;  // as many bytes
+  header_.codec = CodecKind::kFloat16;  // its encoding has the same size as that of bf16
   send_frame();
   expect_refused("tensor 0 has codec fp16, planned bf16");
 }

@@ -20,7 +20,7 @@ enum class DataPath {
   kStaged,        // through staging buffers at both ends
   kPlaced,        // the sender writes into the receiver's slots
   kPlacedStaged,  // the sender writes into the receiver's staging buffers
-  // On hostile devices, whose memory the wire cannot reach.
+  // The same paths on hostile devices, whose memory the wire cannot reach.
   kDeviceStaged,
   kDevicePlacedStaged,
   kDevicePlaced,
@@ -104,7 +104,7 @@ class SharedTerm final : public Memory {
   const std::unique_ptr<HostRegistration> registration_;
 };
 
-// The use of a term's memory. Both ends of the tests' only channel know it.
+// Identifies the memory of a term. The tests have a single channel, so both ends know this value.
 inline SharedMemoryUse shared_use(std::size_t slot_bytes) { return {link_options().identity, slot_bytes}; }
 
 // Gives the term shared memory. Once the pool is sealed, `shared` points to it. The device outlives the pool.
@@ -117,7 +117,7 @@ inline PoolTerm in_shared_memory(PoolTerm term, Device& device, const SharedMemo
   return term;
 }
 
-// Does the same with memory of the device.
+// Gives the term memory of the device that both ends can map.
 inline PoolTerm in_device_memory(PoolTerm term, Device& device, const SharedMemory*& shared) {
   term.allocate = [&device, &shared, use = shared_use(term.slot_bytes)](std::size_t num_bytes) {
     auto memory = SharedMemory::make_on(device, num_bytes, use);

@@ -1,6 +1,6 @@
-// Tests channels whose device refuses a call, or cannot do it after an error. The end of the channel that
-// made the call fails with the device's message. The process goes on, and all slots and tensors are given
-// back. A child of fork() gives nothing back, because it has neither the streams nor the slots.
+// Tests channels whose device refuses a call. The end of the channel that made the call fails with the
+// device's message, and the process goes on. All slots and tensors are given back. A child of fork() gives
+// nothing back, because it has neither the streams nor the slots.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -49,8 +49,8 @@ class DeviceErrors : public ChannelPair,
     return !is_on_cuda(data_path_);
 #endif
   }
-  // Makes a copy fail, or the call of any kind that comes after num_calls_before others. All later calls fail
-  // as well.
+  // fail_copy() makes the next copy fail. fail_any_call(3) lets three calls of any kind succeed and makes the
+  // fourth fail. All later calls fail as well.
   void fail_copy() { fail_call("copy", "cudaMemcpyAsync", 0); }
   void fail_any_call(int num_calls_before) { fail_call("", "", num_calls_before); }
   void fail_call(const char* call, [[maybe_unused]] const char* cuda_call, int num_calls_before) {
@@ -119,7 +119,7 @@ TEST_P(DeviceErrors, OfTheContextLeavesNothingBehindOfWhatWasEnqueued) {
   compute_stream_->copy(read_late->data(), first.tensors[0].data, read_late->size_bytes());
   first = ReceivedItem();
   for (std::int64_t minibatch = 1; minibatch < 5; ++minibatch) send_one_tensor(minibatch);
-  static_cast<void>(nothing_comes());  // some wait for the reader, some for a slot
+  static_cast<void>(nothing_comes());  // some items wait for the reader, and some for a slot
   end_context();
   gate.open();
   expect_all_given_back();
@@ -127,7 +127,7 @@ TEST_P(DeviceErrors, OfTheContextLeavesNothingBehindOfWhatWasEnqueued) {
 }
 
 TEST_P(DeviceErrors, OfWhicheverCallIsToldAndEverythingIsGivenBack) {
-  const int step = is_on_cuda(data_path_) ? 7 : 1;  // there an operation is several calls
+  const int step = is_on_cuda(data_path_) ? 7 : 1;  // on CUDA each operation is several calls
   for (int num_calls_before = 0; num_calls_before < 60 * step; num_calls_before += step) {
     SCOPED_TRACE(num_calls_before);
     SetUp();
@@ -151,7 +151,7 @@ TEST_P(DeviceErrors, OfWhicheverCallIsToldAndEverythingIsGivenBack) {
         }
         if (!failure) expect_equal(item, *one_tensor(3000, static_cast<std::uint32_t>(minibatch)));
       }
-    } catch (const DeviceError& error) {  // of a call that the test made
+    } catch (const DeviceError& error) {  // the test itself made the call that failed
       thrown = error.what();
     }
     if (thrown.empty()) expect_told(*failure);
@@ -174,7 +174,8 @@ INSTANTIATE_TEST_SUITE_P(DataPaths, DeviceErrors,
 
 class Forks : public DeviceErrors {};
 
-// A worker of a DataLoader may drop such an item when its garbage is collected.
+// A child of fork() may drop an item, for example when a worker of a DataLoader collects garbage. The slot
+// stays with the parent.
 TEST_P(Forks, ItemThatAChildDropsIsItsParents) {
   make_channels(one_tensor_spec(), {.num_slots = 2});
   ReceivedItem item = take_after_send(0);

@@ -54,8 +54,8 @@ TEST_P(DevicePlaced, SlotIsGrantedAgainOnlyWhenItsLastReaderIsDone) {
   }  // dropped before it was read
   send_one_tensor(1);
   EXPECT_TRUE(nothing_comes());
-  EXPECT_EQ(slots_->num_free(), 0);           // leased for the grant
-  EXPECT_FALSE(receiver_->all_slots_held());  // so the user's code is not to blame
+  EXPECT_EQ(slots_->num_free(), 0);           // a credit for this slot is being prepared
+  EXPECT_FALSE(receiver_->all_slots_held());  // so no error message blames the user's code
   EXPECT_EQ(sender_->stats().placed_bytes, 3000U);
   gate->open();
   expect_equal(take(), *one_tensor(3000, 1));
@@ -68,7 +68,7 @@ TEST_P(DevicePlaced, SlotsThatAreReadAreGrantedWhileAnotherIsNot) {
   const std::unique_ptr<Memory> read = pinned(std::vector<std::byte>(3000));
   ReceivedItem first = take_after_send(0);
   ReceivedItem second = take_after_send(1);
-  second = ReceivedItem();  // its last reader is done: nothing was enqueued
+  second = ReceivedItem();  // no stream reads it, so its slot is free at once
   expect_equal(take_after_send(2), *one_tensor(3000, 2));
   const auto gate = read_late(first, *read);
   first = ReceivedItem();
@@ -121,7 +121,7 @@ TEST_P(DevicePlaced, EverySizeIsPlacedAndNothingIsStaged) {
   EXPECT_EQ(sender_->stats().placed_bytes, num_bytes);
   EXPECT_EQ(receiver_->stats().placed_bytes, num_bytes);
   if (!is_on_cuda(data_path_)) {
-    EXPECT_EQ(hostile().num_registered(), 0);  // nothing to pin
+    EXPECT_EQ(hostile().num_registered(), 0);  // device memory is not pinned
   }
   EXPECT_EQ(pool_->planned_bytes(MemoryKind::kStaging), 0U);
 }
@@ -153,7 +153,7 @@ TEST_P(DevicePlaced, GrantThatWaitsIsGivenBackWithTheChannel) {
   wait_for_receiver();
   EXPECT_EQ(slots_->num_free(), 0);
   std::thread opener([&] {
-    std::this_thread::sleep_until(moment());  // time for a channel that does not wait to end
+    std::this_thread::sleep_until(moment());  // a channel that did not wait would end in this time
     gate->open();
   });
   stop();
@@ -202,7 +202,7 @@ TEST_P(DevicePlaced, CopyIntoTheReceiversMemoryEndsBeforeThatIsLetGo) {
   sender_->end_placing();
   expect_imported(0);
   opener.join();
-  EXPECT_TRUE(sender_->places());  // it did
+  EXPECT_TRUE(sender_->places());  // the sender did import the memory
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, DevicePlaced,

@@ -19,8 +19,8 @@ class ChannelDriving : public ChannelPair, public testing::WithParamInterface<Dr
   [[nodiscard]] DataPath data_path() const { return std::get<1>(GetParam()); }
 };
 
-// Tries again until no other thread drives. While another thread drives, that thread sends the item a little
-// later.
+// Repeats until no other thread drives the transport. If another thread drives, send() leaves the item to
+// that thread, and the item leaves a little later.
 TEST_P(ChannelDriving, ItemOfAFreeSenderHasLeftWhenSendReturns) {
   if (staged() || on_device()) GTEST_SKIP() << "it leaves when the copy stream has copied it";
   make_channels(one_tensor_spec(), {});
@@ -46,7 +46,7 @@ TEST_P(ChannelDriving, CreditOfADroppedItemHasLeftWhenItIsGone) {
   }));
 }
 
-// Tries again until no other thread happens to drive in between.
+// Repeats until no other thread happens to drive the transport while the item is dropped.
 TEST_P(ChannelDriving, CreditOfWhatIsDroppedDuringAWorkItemLeavesAtItsEnd) {
   if (is_placed_on_device(data_path())) GTEST_SKIP() << "it leaves when its readers are done";
   make_channels(one_tensor_spec(), {});
@@ -88,7 +88,7 @@ TEST_P(ChannelDriving, NothingIsLostBetweenThreadsThatSendWaitAndDrop) {
     }
     EXPECT_TRUE(sender_->wait_until_sent(patience()));
   });
-  ReceivedItem before;  // dropped while the next one arrives
+  ReceivedItem before;  // holds the item before, which is dropped while the next one arrives
   for (std::int64_t minibatch = 0; minibatch < num_items; ++minibatch) {
     ReceivedItem item = take();
     ASSERT_EQ(item.minibatch, MinibatchId(minibatch));
@@ -113,8 +113,8 @@ TEST_P(ChannelDriving, ItemsMayDieWhileTheChannelDetachesAndEnds) {
   dropping.join();
 }
 
-// The thread that drives at that moment ends the link, and waits for the copy stream. A host stream has a
-// thread of its own. If that thread drove, it would wait for itself.
+// The thread that drives the transport ends the link and waits for the copy stream. A host stream runs on a
+// thread of its own. If that thread drove the transport, it would wait for itself.
 TEST_P(ChannelDriving, FailureInTheMidstOfSendingEndsBothWaits) {
   make_channels(one_tensor_spec(), {.num_slots = 3, .num_items_max = 4});
   std::thread sending([&] {

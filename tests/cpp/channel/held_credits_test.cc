@@ -58,14 +58,14 @@ TEST(HeldCredits, WaitForEachOtherWhileTheSenderHasHalfOfThem) {
     credits.add(slot);
     EXPECT_FALSE(credits.are_due()) << slot;
   }
-  credits.note_filled(4, /*was_last=*/false);  // an item alone makes them due
+  // This chunk does not complete an item; complete items alone make credits due.
+  credits.note_filled(4, /*was_last=*/false);
   EXPECT_TRUE(credits.are_due());
   EXPECT_EQ(slots_of(told(credits).front()), (std::vector<std::uint16_t>{0, 1, 2, 3}));
 }
 
-// A stream of small items over tcp was once a third slower with held credits. The sender had filled all its
-// slots. But the receiver had seen only half of the items, and assumed that the sender still had enough
-// slots.
+// A sender that has no slot left says so in its last item. The receiver then sends its credits at once.
+// Without this rule the receiver would hold credits back while the sender waits.
 TEST(HeldCredits, LeaveAtOnceWhileTheSenderSaysThatItHasNone) {
   HeldCredits credits = with_slots(8);
   static_cast<void>(told(credits));
@@ -98,7 +98,7 @@ TEST(HeldCredits, ASlotIsToldFromItsCreditUntilItIsFilled) {
   static_cast<void>(told(credits));
   EXPECT_TRUE(credits.is_told(0));
   credits.note_filled(0, /*was_last=*/false);
-  credits.add(0);  // held back: the sender has seven others
+  credits.add(0);  // held back, because the sender has seven other slots
   EXPECT_FALSE(credits.are_due());
   EXPECT_FALSE(credits.is_told(0));
 }

@@ -80,7 +80,7 @@ class PostedChannels : public ChannelPair,
     return version_.subspan(offset, num_bytes);
   }
   void post(std::vector<std::span<std::byte>> places) { receiver_->post(places); }
-  // Takes the next item and drops it: the slot is free again, and the bytes stay in their place.
+  // Takes the next item and drops it. This frees the slot, and the bytes stay in their place.
   void take_whole(std::int64_t minibatch) {
     const ReceivedItem item = take();
     EXPECT_EQ(item.minibatch, MinibatchId(minibatch));
@@ -186,7 +186,7 @@ TEST_P(PostedChannels, CreditsSayWhereEachItemGoesInTheOrderOfThePosts) {
 }
 
 TEST_P(PostedChannels, ReceiverThatPostsWhatItDoesNotShareIsRefused) {
-  if (!placed()) return;  // where the bytes go is its own affair
+  if (!placed()) return;  // if the wire writes, the receiver alone decides where the bytes go
   make_bare_receiver();
   open_posted_sender();
   send_one_tensor(0);

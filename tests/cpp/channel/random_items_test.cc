@@ -29,7 +29,7 @@ class RandomItems : public ChannelPair,
 
   [[nodiscard]] std::size_t random_below(std::size_t bound) { return random_() % bound; }
 
-  // The specs of num_tensors tensors of any dtype. Most are small, and one in eight has several MiB.
+  // Returns the specs of num_tensors tensors of any dtype. Most are small, and one in eight has several MiB.
   ItemSpec random_spec(std::size_t num_tensors) {
     std::vector<TensorSpec> tensors;
     for (std::size_t tensor = 0; tensor < num_tensors; ++tensor) {
@@ -83,7 +83,7 @@ TEST_P(RandomItems, ArriveUnchangedInOrder) {
     open_receiver(spec, sizes);
     open_sender(spec, sizes);
     std::vector<std::shared_ptr<Content>> contents;
-    const int num_minibatches = on_device() ? 6 : 30;  // there each chunk takes its time
+    const int num_minibatches = on_device() ? 6 : 30;  // a chunk takes longer on a device
     for (int minibatch = 0; minibatch < num_minibatches; ++minibatch)
       contents.push_back(random_content(spec));
     std::thread consumer([&] {
@@ -160,7 +160,7 @@ TEST_P(RandomItems, ReceiverThatTakesNothingBoundsWhatIsUnderWay) {
   stats = sender_->stats();
   EXPECT_EQ(stats.num_items, 20U);
   EXPECT_EQ(stats.tensor_bytes, 20U * 100'000);
-  EXPECT_EQ(sender_->stats().transfer_ns, stats.transfer_ns);  // nothing is under way
+  EXPECT_EQ(sender_->stats().transfer_ns, stats.transfer_ns);  // the last item has arrived and is released
 }
 
 // The channel has more slots than may be granted at once. The remaining slots are granted when granted slots

@@ -85,10 +85,10 @@ TEST_P(CapturedReaders, LeaveNoEventInAGraphThatIsCapturedFromTheComputeStream) 
   cuda_stub::begin_stream_capture(handle);
   item = ReceivedItem();
   EXPECT_EQ(cuda_stub::end_stream_capture(handle), 0);
-  EXPECT_EQ(slots_->num_free(), 0);  // nobody knows yet who has read it
+  EXPECT_EQ(slots_->num_free(), 0);  // the channel does not know yet which streams have read it
   send_one_tensor(1);
   EXPECT_TRUE(nothing_comes());
-  receiver_wakeup_.run_deferred();  // as the next work item does
+  receiver_wakeup_.run_deferred();  // the next work item does the same
   gate.open();
   expect_equal(take(), *one_tensor(3000, 1));
   EXPECT_EQ(bytes_at(*read), patterned_bytes(3000, 0));

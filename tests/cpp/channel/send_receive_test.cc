@@ -146,7 +146,7 @@ TEST_P(CopyingChannels, CopyWaitsForTheEventThatTheTensorsAreWritten) {
 
 TEST_P(Channels, HeldItemsStopTheSenderButNotSend) {
   make_channels(one_tensor_spec(), {.num_slots = 2});
-  for (std::int64_t minibatch = 0; minibatch < 6; ++minibatch) send_one_tensor(minibatch);  // none blocks
+  for (std::int64_t minibatch = 0; minibatch < 6; ++minibatch) send_one_tensor(minibatch);  // no send blocks
   std::vector<ReceivedItem> held;
   held.push_back(take());
   held.push_back(take());
@@ -159,7 +159,7 @@ TEST_P(Channels, HeldItemsStopTheSenderButNotSend) {
     EXPECT_EQ(held.back().minibatch, MinibatchId(minibatch));
     expect_equal(held.back(), *one_tensor(3000, static_cast<std::uint32_t>(minibatch)));
   }
-  expect_equal(held.front(), *one_tensor(3000, 4));  // what is held is not overwritten
+  expect_equal(held.front(), *one_tensor(3000, 4));  // the held items have other slots
   EXPECT_TRUE(sender_->wait_until_sent(patience()));
 }
 
@@ -238,7 +238,8 @@ TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets
     std::latch first_is_granted{1};
     std::atomic<int> num_released{0};
   };
-  const auto gates = std::make_shared<Gates>();  // the channel releases again as it ends, after this test
+  // Shared, because the channel releases slots after this test's variables are gone.
+  const auto gates = std::make_shared<Gates>();
   receive_staging_->on_release([gates] {
     const int index = gates->num_released++;
     if (index == 0) {
@@ -258,9 +259,9 @@ TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets
   const std::byte* const slot = first.tensors[0].data;
   const SlotIndex staging_of_second = second.held->staging.slot();
 
-  const auto late_holder = second.held;  // as the copy stream may be
+  const auto late_holder = second.held;  // stands in for the copy stream, which may hold the slot longer
   ++late_holder->num_holders;
-  second = ReceivedItem();  // its readers are done
+  second = ReceivedItem();  // no stream reads it
   PD_SKIP_WITHOUT_GATES(*device_);
   StreamGate gate(*device_, *compute_stream_);
   const std::unique_ptr<Memory> read_late = pinned(std::vector<std::byte>(3000));
@@ -291,7 +292,7 @@ TEST_P(Channels, KeepAliveDiesOnceOnTheCollectingThread) {
     static_cast<void>(take());
   }
   ASSERT_TRUE(sender_->wait_until_sent(patience()));
-  EXPECT_EQ(deaths_.count(), 0U);  // not on any other thread
+  EXPECT_EQ(deaths_.count(), 0U);  // no other thread destroys them
   sender_->collect_released();
   EXPECT_EQ(deaths_.count(), 5U);
   EXPECT_TRUE(deaths_.all_on_this_thread());
@@ -307,7 +308,7 @@ TEST_P(Channels, KeepAliveDiesOnceOnTheCollectingThreadAlsoWhenThePeerIsLost) {
   const Failure failure = wait_failure(sender_wakeup_);
   EXPECT_EQ(failure.kind, FailureKind::kPeerLost) << failure.message;
   EXPECT_NE(failure.message.find(kName), std::string::npos) << failure.message;
-  send_one_tensor(8);  // what comes after the failure is released too
+  send_one_tensor(8);  // items sent after the failure are released too
   sender_->send_end(9);
   wait_until_none_is_unreleased();
   EXPECT_EQ(deaths_.count(), 0U);
@@ -320,7 +321,7 @@ TEST_P(Channels, KeepAliveDiesOnceOnTheCollectingThreadAlsoWhenThePeerIsLost) {
 
 TEST_P(Channels, KeepAliveOfWhatNeverLeftDiesWithTheChannel) {
   make_receiver(one_tensor_spec(), {});
-  make_bare_receiver();  // gives no credits
+  make_bare_receiver();  // this receiver gives no credits
   make_sender(spec_, {}, receiver_link_->endpoint());
   for (std::int64_t minibatch = 0; minibatch < 4; ++minibatch) send_one_tensor(minibatch);
   sender_->send_end(4);
@@ -329,8 +330,8 @@ TEST_P(Channels, KeepAliveOfWhatNeverLeftDiesWithTheChannel) {
   EXPECT_TRUE(deaths_.all_on_this_thread());
 }
 
-// An item's copy still waits for an event while the channel is destroyed. It reads the tensors until it is
-// done.
+// The channel is destroyed while an item's copy still waits for an event. The copy reads the tensors until it
+// is done, so they must live as long.
 TEST_P(CopyingChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
   make_channels(one_tensor_spec(), {});
   const auto stream = device_->make_stream();
@@ -354,7 +355,7 @@ TEST_P(CopyingChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
     EXPECT_EQ(send_staging_->num_free(), num_left);
   }
   std::thread opener([&] {
-    std::this_thread::sleep_until(moment());  // time for a channel that does not wait to end
+    std::this_thread::sleep_until(moment());  // a channel that did not wait would end in this time
     EXPECT_EQ(deaths_.count(), 0U);
     gate.open();
   });
@@ -393,8 +394,8 @@ TEST_P(Channels, TensorsThatAreNotAsPlannedAreTheSendersMistake) {
 struct Break {
   const char* name;
   const char* what;
-  // Changes the header. The plan has two tensors of at most 4096 and 64 bytes. One whole item, minibatch 0,
-  // has come before.
+  // Changes a correct header into a broken one. Minibatch 0 has arrived whole before. The plan has two
+  // tensors, of at most 4096 and 64 bytes.
   std::function<void(FrameHeader&)> change;
 };
 
@@ -463,7 +464,7 @@ class BrokenSender : public Channels {
     FrameHeader header;
     header.kind = FrameKind::kTensor;
     header.minibatch = MinibatchId(minibatch);
-    header.slot = static_cast<std::uint16_t>(minibatch);  // granted in this order
+    header.slot = static_cast<std::uint16_t>(minibatch);  // slots were granted in ascending order
     header.num_tensors = 2;
     header.num_dims = 1;
     header.shape[0] = 100;
@@ -520,7 +521,7 @@ TEST_P(BrokenSender, IsRefusedWithOneClearLine) {
     receiving->shutdown(0);
     sending->shutdown(0);
     receiver.reset();
-    EXPECT_EQ(slots_->num_free(), 1);  // the first item's slot is out, nothing else
+    EXPECT_EQ(slots_->num_free(), 1);  // only the first item's slot is in use
   }
 }
 
@@ -535,7 +536,7 @@ TEST_P(BrokenSender, ShapeMayNotChangeBetweenChunks) {
   send_frame(header);
   expect_refused("a shape that changes between chunks");
   stop();
-  EXPECT_EQ(slots_->num_free(), 2);  // half an item is given back
+  EXPECT_EQ(slots_->num_free(), 2);  // the slot of the incomplete item is given back
 }
 
 TEST_P(BrokenSender, TensorsOfAnItemComeInOrder) {
@@ -580,7 +581,7 @@ TEST_P(BrokenSender, MinibatchMayNotChangeInsideAnItem) {
 TEST_P(BrokenSender, ItemWithoutACreditIsRefusedBeforeItIsRead) {
   for (std::int64_t minibatch = 0; minibatch < 3; ++minibatch) send_good_item(minibatch);
   expect_refused("an item in slot 2, which was not granted");
-  EXPECT_EQ(take().minibatch, MinibatchId(0));  // what had come before is still there
+  EXPECT_EQ(take().minibatch, MinibatchId(0));  // earlier items can still be taken
   EXPECT_EQ(take().minibatch, MinibatchId(1));
 }
 
@@ -588,7 +589,7 @@ TEST_P(BrokenSender, ItemWithoutACreditIsRefusedBeforeItIsRead) {
 // The receiver must refuse an item in such a slot. Otherwise its count of the sender's slots would fall below
 // zero.
 TEST_P(Channels, ASlotWhoseCreditIsHeldBackIsNotGranted) {
-  if (on_device() && placed()) return;  // the wire writes nothing there
+  if (on_device() && placed()) return;  // over this path the wire writes no slots
   make_receiver(one_tensor_spec(), {.num_slots = 8});
   make_bare_sender();
   for (std::int64_t minibatch = 0; minibatch < 9; ++minibatch) {
@@ -634,14 +635,14 @@ TEST_P(BrokenSender, ASecondEndIsRefused) {
   expect_refused("an end after 0 minibatches");
 }
 
-// Replicas need this: each has a share of the minibatches.
+// Each replica gets every n-th minibatch, so a channel has a first minibatch and a stride.
 TEST_P(Channels, MinibatchesComeFromTheFirstByTheStrideUntilTheEnd) {
   make_channels(one_tensor_spec(), {.first_microbatch = 5, .microbatch_stride = 3});
   for (const std::int64_t minibatch : {5, 8, 11}) {
     send_one_tensor(minibatch);
     EXPECT_EQ(take().minibatch, MinibatchId(minibatch));
   }
-  sender_->send_end(13, 0xA5);  // 11 is the last of this share
+  sender_->send_end(13, 0xA5);  // the run has 13 minibatches; 11 is the last one of this channel
   const ReceivedItem end = take();
   EXPECT_TRUE(end.is_end);
   EXPECT_EQ(end.num_minibatches, 13);
@@ -677,7 +678,8 @@ TEST_P(Channels, SenderSaysWhichItemsSlotIsItsLast) {
   receiver_link_->send(grant_frame(0));
   receiver_link_->send(grant_frame(1));
   ASSERT_TRUE(bare_receiver_.wait_open());
-  // HELLO and two credits. The sender's threads are not woken for them.
+  // The three frames are HELLO and two credits. The credits do not wake the sender's threads, so the test
+  // polls.
   const auto is_granted = [&] { return sender_->stats().link.frames_received == 3; };
   ASSERT_TRUE(wait_until([&] { return sender_wakeup_.wait_until(moment(), is_granted); }));
   for (std::size_t item = 0; item < 2; ++item) {
@@ -691,13 +693,13 @@ TEST_P(Channels, CreditIsNotHeldWhileTheSenderHasNoOther) {
   if (on_device()) GTEST_SKIP() << "the wire cannot write its memory";
   make_receiver(one_tensor_spec(), {.num_slots = 8});
   make_bare_sender();
-  ASSERT_TRUE(bare_sender_.wait_frames(1));  // all slots
+  ASSERT_TRUE(bare_sender_.wait_frames(1));  // the first credit frame grants all slots
   for (const std::int64_t minibatch : {0, 1, 2}) {
     OutgoingFrame frame = tensor_frame(minibatch, std::span<const std::byte>(payload_).first(10));
     frame.header.slot = static_cast<std::uint16_t>(minibatch);
     frame.header.has_last_slot = minibatch < 2;
     sender_link_->send(std::move(frame));
-    static_cast<void>(take());  // and dropped
+    static_cast<void>(take());  // takes the item and drops it
     if (minibatch == 2) continue;
     ASSERT_TRUE(bare_sender_.wait_frames(static_cast<std::size_t>(minibatch) + 2)) << minibatch;
     EXPECT_EQ(bare_sender_.frames().back().header.kind, FrameKind::kCredit);
@@ -758,14 +760,14 @@ TEST_P(Channels, ReceiverThatGrantsWhatItDoesNotShareIsRefused) {
   make_bare_receiver();
   make_sender(spec_, {}, receiver_link_->endpoint());
   if (placed()) {
-    send_one_tensor(0);  // for which credits are urgent; nobody need look at them else
+    send_one_tensor(0);  // an item is queued, so the sender reads credits at once
     receiver_link_->send(grant_frame(2));
     const Failure failure = wait_failure(sender_wakeup_);
     EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
     EXPECT_EQ(
         failure.message,
         std::string(kName) + ": the receiver granted slot 2, which is not in the memory that it shares");
-  } else {  // its slots are its own affair
+  } else {  // without shared memory the sender knows no bound for a slot's index
     receiver_link_->send(grant_frame(1));
     receiver_link_->send(grant_frame(2));
     for (std::int64_t minibatch = 0; minibatch < 2; ++minibatch) send_one_tensor(minibatch);
@@ -793,7 +795,7 @@ TEST_P(Channels, AbortTextArrivesOnBothEnds) {
   const Failure at_receiver = wait_failure(receiver_wakeup_);
   EXPECT_EQ(at_receiver.kind, FailureKind::kAborted);
   EXPECT_EQ(at_receiver.message, from_sender);
-  EXPECT_EQ(take().minibatch, MinibatchId(0));  // what had come before is still used
+  EXPECT_EQ(take().minibatch, MinibatchId(0));  // earlier items can still be taken
   stop();
 
   Wakeup wakeup;
@@ -837,7 +839,7 @@ TEST_P(Channels, ReceiverThatHasLeftDoesNotTakeWhatIsSentLater) {
   static_cast<void>(take());
   ASSERT_TRUE(sender_->wait_until_sent(patience()));
   receiving_->shutdown(60);  // returns once the sender has answered the farewell
-  sender_->send_end(1);      // it may do without that
+  sender_->send_end(1);      // sent without the receiver, which needs no end any more
   ASSERT_TRUE(sender_->wait_until_sent(patience()));
   EXPECT_EQ(sender_wakeup_.failure(), std::nullopt);
   send_one_tensor(1);
@@ -871,8 +873,8 @@ TEST_P(Channels, ItemsOutliveTheirChannelAndItsTransport) {
   ReceivedItem first = take();
   const ReceivedItem second = take();
   receiver_->detach();
-  first = ReceivedItem();  // no credit is given back, nobody is there to
-  stop();                  // the third was not taken
+  first = ReceivedItem();  // no credit is sent, because the channel has ended
+  stop();                  // the third item was never taken
   expect_equal(second, *one_tensor(3000, 1));
   EXPECT_EQ(slots_->num_free(), 2);
 }
@@ -903,7 +905,8 @@ INSTANTIATE_TEST_SUITE_P(Transports, DeviceStaged,
                          parameter_name);
 INSTANTIATE_TEST_SUITE_P(Transports, StagedChannels, testing::Combine(kTransports, kStagedPaths),
                          parameter_name);
-// If the wire cannot reach the device's memory, nothing comes by the wire. See device_placed_test.cc.
+// BrokenSender leaves out the path kDevicePlaced, on which no bytes come over the wire. device_placed_test.cc
+// tests that path.
 INSTANTIATE_TEST_SUITE_P(Transports, BrokenSender, testing::Combine(kTransports, kDataPaths), parameter_name);
 
 }  // namespace

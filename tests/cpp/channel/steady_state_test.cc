@@ -24,8 +24,8 @@ namespace {
 constexpr std::int64_t kNumWarmupItems = 50;
 constexpr std::int64_t kNumItems = 1000;
 constexpr std::int64_t kNumInFlight = 4;
-constexpr std::size_t kNumTransfersKept = 200;  // filled, and then overwritten, while it is measured
-constexpr std::size_t kChunkBytes = 1024;       // 5 chunks for the large tensor, 7 frames an item
+constexpr std::size_t kNumTransfersKept = 200;  // fewer than the items, so old records are overwritten
+constexpr std::size_t kChunkBytes = 1024;       // The large tensor has 5 chunks, and an item 7 frames.
 
 ItemSpec spec() {
   return ItemSpec({{DType::kUInt8, 1, 5000}, {DType::kInt64, 1, 64}, {DType::kFloat32, 2, 400}});
@@ -125,7 +125,7 @@ class Peer {
       compute_stream_->copy(read_.data(), read, read_.size());
       compute_stream_->synchronize();
       read = read_.data();
-      compute_stream_->call([] {});  // so that the item's last reader is not done yet
+      compute_stream_->call([] {});  // keeps the stream busy, so that the item's last reader is not done yet
     } else if (item.ready) {
       item.ready->wait();
     }
@@ -156,11 +156,11 @@ class Peer {
   Wakeup wakeup_;
   std::vector<std::byte> read_ = std::vector<std::byte>(5000);
   const std::unique_ptr<Device> device_;
-  std::unique_ptr<Stream> compute_stream_;  // null where the CPU reads the items
-  std::shared_ptr<Memory> uploaded_;        // the tensors, where they are not the host's
+  std::unique_ptr<Stream> compute_stream_;  // null if the CPU reads the items
+  std::shared_ptr<Memory> uploaded_;        // the tensors in device memory; null on the host
   Pool pool_{*device_};
   const SharedMemory* shared_ = nullptr;
-  std::size_t slot_bytes_ = 0;  // on the wire
+  std::size_t slot_bytes_ = 0;  // an encoded item's size
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<ReceiveChannel> receiver_;
   std::unique_ptr<SendChannel> sender_;
@@ -175,8 +175,8 @@ class SteadyState : public testing::TestWithParam<Case> {
     if (!AllocationCounter::counts()) GTEST_SKIP() << "a sanitizer has the allocator";
   }
 
-  // Sends num_items items from `first` on to the other worker and takes them back. kNumInFlight are under way
-  // at once.
+  // Sends num_items items from `first` on to the other worker and takes them back. At most kNumInFlight items
+  // are under way at once.
   static void exchange(Peer& peer, std::int64_t first, std::int64_t num_items) {
     for (std::int64_t minibatch = first; minibatch < first + num_items + kNumInFlight; ++minibatch) {
       if (minibatch < first + num_items) peer.send(minibatch);
@@ -214,7 +214,7 @@ TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
   answering.join();
   peer.expect_kept_the_newest(kNumWarmupItems + kNumItems);
   other.expect_kept_the_newest(kNumWarmupItems + kNumItems);
-  other.stop();  // both before the channels of either
+  other.stop();  // both transports end before any channel is destroyed
   peer.stop();
 
   const double num_frames = static_cast<double>(kNumItems) * 2 * 7;

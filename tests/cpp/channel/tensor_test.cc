@@ -48,7 +48,7 @@ TEST(ItemSpec, TensorsLieBehindEachOtherAlignedAndApart) {
   EXPECT_EQ(spec.offset_bytes(0), 0U);
   EXPECT_EQ(spec.offset_bytes(1), 128U);
   EXPECT_EQ(spec.offset_bytes(2), 192U);
-  EXPECT_EQ(spec.offset_bytes(3), 192U);  // the one before has no bytes
+  EXPECT_EQ(spec.offset_bytes(3), 192U);  // tensor 2 has no bytes, so tensor 3 has the same offset
   EXPECT_EQ(spec.slot_bytes(), 256U);
 }
 
@@ -66,7 +66,8 @@ TEST(ItemSpec, MismatchNamesTheTensorWhatItHasAndWhatIsPlanned) {
   EXPECT_EQ(spec.mismatch(1, DType::kInt64, 1, 80), std::nullopt);
   EXPECT_EQ(spec.mismatch(0, DType::kFloat64, 2, 400), "tensor 0 has dtype float64, planned float32");
   EXPECT_EQ(spec.mismatch(1, DType::kInt64, 2, 80), "tensor 1 has rank 2, planned 1");
-  EXPECT_EQ(spec.mismatch(1, DType::kInt64, 2, 0), std::nullopt);  // a gradient that is missing
+  // An empty tensor may have any rank: it stands for a missing gradient.
+  EXPECT_EQ(spec.mismatch(1, DType::kInt64, 2, 0), std::nullopt);
   EXPECT_EQ(spec.mismatch(1, DType::kInt64, 1, 88), "tensor 1 has 88 bytes, planned at most 80");
   EXPECT_EQ(spec.mismatch(2, DType::kInt64, 1, 80), "tensor 2 of a boundary of 2");
 }

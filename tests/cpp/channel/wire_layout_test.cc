@@ -36,7 +36,7 @@ TEST(WireLayout, FloatTensorsTakeWhatTheirEncodingTakes) {
   EXPECT_EQ(layout.wire_bytes(0, 0), 0U);
   EXPECT_EQ(layout.wire_bytes(1, 100), 100U);
   EXPECT_EQ(layout.wire_bytes(2, 800), 200U);
-  EXPECT_EQ(layout.offset_bytes(1), 2048U);  // at a multiple of kTensorAlignment
+  EXPECT_EQ(layout.offset_bytes(1), 2048U);  // rounded up to kTensorAlignment
   EXPECT_EQ(layout.offset_bytes(2), 2048U + 128);
   EXPECT_EQ(layout.slot_bytes(), 2048U + 128 + 256);
   EXPECT_EQ(layout.residual_bytes(), 0U);
@@ -90,7 +90,7 @@ TEST(GrantedSlots, AreTakenInTheOrderInWhichTheyWereGranted) {
   EXPECT_TRUE(slots.empty());
   for (const std::uint16_t slot : std::array<std::uint16_t, 3>{7, 0, 65535}) EXPECT_TRUE(slots.add(slot));
   EXPECT_EQ(slots.take(), 7);
-  EXPECT_TRUE(slots.add(7));  // it may come again
+  EXPECT_TRUE(slots.add(7));  // a slot that was taken may be granted again
   EXPECT_EQ(slots.take(), 0);
   EXPECT_EQ(slots.take(), 65535);
   EXPECT_EQ(slots.take(), 7);

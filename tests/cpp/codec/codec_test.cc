@@ -136,7 +136,7 @@ class CodecOf : public testing::Test {
     for (T& value : values) value = distribution(generator_);
     return values;
   }
-  // Values with every exponent that the element type has.
+  // Returns values with every exponent that the element type has.
   std::vector<T> values_of_all_magnitudes(std::size_t num_elements) {
     using Bits = typename FloatLayout<T>::Bits;
     std::vector<T> values(num_elements);
@@ -178,13 +178,14 @@ TYPED_TEST(CodecOf, Float16IsWithinHalfOfItsLastBitInItsRange) {
     const auto decoded = this->sent("fp16", values);
     for (std::size_t i = 0; i < num_elements; ++i) {
       const TypeParam bound =
-          std::max(std::abs(values[i]) * TypeParam(0x1p-11), TypeParam(0x1p-25));  // below: half the smallest
+          // Half of the smallest denormal bounds the error of tiny values.
+          std::max(std::abs(values[i]) * TypeParam(0x1p-11), TypeParam(0x1p-25));
       ASSERT_LE(std::abs(decoded[i] - values[i]), bound) << values[i];
     }
   }
 }
 
-// The finite magnitudes of a 16-bit format, by code.
+// Returns the finite magnitudes of a 16-bit format, indexed by their codes.
 template <class T>
 std::vector<T> finite_magnitudes(const char* name) {
   constexpr std::size_t kNumCodes = std::size_t{1} << 15;
@@ -199,7 +200,8 @@ std::vector<T> finite_magnitudes(const char* name) {
   return magnitudes;
 }
 
-// Rounds by a search for the two neighbours in the 16-bit format, unlike the codec.
+// Finds the nearest number of the 16-bit format by a search for the two neighbours; the codec rounds by
+// arithmetic.
 template <class T>
 void expect_nearest_even(const char* name, const std::vector<T>& values) {
   std::vector<double> magnitudes = finite_magnitudes<double>(name);
@@ -220,7 +222,7 @@ void expect_nearest_even(const char* name, const std::vector<T>& values) {
     }
     auto expected = static_cast<std::size_t>(upper - magnitudes.begin());
     if (*upper != magnitude) {
-      const double to_upper = *upper - magnitude;  // exact where the two distances are near each other
+      const double to_upper = *upper - magnitude;  // exact if the two distances are nearly equal
       const double to_lower = magnitude - *(upper - 1);
       if (to_lower < to_upper || (to_lower == to_upper && expected % 2 != 0)) --expected;
     }
@@ -228,7 +230,8 @@ void expect_nearest_even(const char* name, const std::vector<T>& values) {
   }
 }
 
-// The numbers half way between every two neighbours, and the numbers right beside these.
+// Returns the numbers half way between two neighbours of the format, and the numbers just above and below
+// these.
 template <class T>
 std::vector<T> ties(const char* name) {
   const std::vector<T> magnitudes = finite_magnitudes<T>(name);
@@ -300,14 +303,15 @@ TYPED_TEST(CodecOf, Float16IsInfiniteFromHalfBeyondItsLargest) {
 TYPED_TEST(CodecOf, Int8IsWithinHalfAStepOfItsBlocksLargest) {
   for (const std::size_t num_elements : kSizes) {
     auto values = this->normal_values(num_elements);
-    for (std::size_t i = 0; i < num_elements; ++i)  // blocks of other scales
+    for (std::size_t i = 0; i < num_elements; ++i)  // Each block of 256 values has another scale.
       values[i] *= static_cast<TypeParam>(std::pow(10.0, static_cast<double>(i / 256 % 60) - 30));
     const auto decoded = this->sent("int8", values);
     for (std::size_t first = 0; first < num_elements; first += kInt8BlockElements) {
       const std::size_t end = std::min(first + kInt8BlockElements, num_elements);
       TypeParam largest = 0;
       for (std::size_t i = first; i < end; ++i) largest = std::max(largest, std::abs(values[i]));
-      const auto bound = static_cast<double>(largest) / 254 * (1 + 1e-5);  // float32's rounding of the scale
+      // 1e-5 is for the rounding of the scale to float32.
+      const auto bound = static_cast<double>(largest) / 254 * (1 + 1e-5);
       for (std::size_t i = first; i < end; ++i)
         ASSERT_LE(std::abs(static_cast<double>(decoded[i]) - static_cast<double>(values[i])), bound) << i;
     }
@@ -348,7 +352,8 @@ TYPED_TEST(CodecOf, TopKChoosesWhatASortDoes) {
   for (const std::size_t num_elements : kSizes) {
     if (num_elements == 0) continue;
     for (const double share : {1e-9, 0.01, 0.1, 0.5, 0.9, 1.0}) {
-      if (num_elements > 1000 && share != 0.01 && share != 0.5) continue;  // to sort a million takes long
+      // Sorting a million values takes long.
+      if (num_elements > 1000 && share != 0.01 && share != 0.5) continue;
       const auto values = this->normal_values(num_elements);
       Encoding<TypeParam> encoding({CodecKind::kTopK, share}, num_elements);
       encoding.encode(values);
@@ -406,8 +411,8 @@ TYPED_TEST(CodecOf, TopKOfEveryMagnitudeAndOfSpecialsChoosesWhatASortDoes) {
   }
 }
 
-// Some of the orders fill the list of candidates again and again. In others values are equal, so that no
-// bound divides them.
+// Some of the orders fill the list of candidates again and again. In others many values are equal, so no
+// threshold separates the chosen ones from the rest.
 TYPED_TEST(CodecOf, TopKOfValuesInAnyOrderChoosesWhatASortDoes) {
   const auto random = this->normal_values(100'003);
   auto ascending = random;
@@ -429,7 +434,8 @@ TYPED_TEST(CodecOf, TopKOfValuesInAnyOrderChoosesWhatASortDoes) {
   }
 }
 
-// Someone who knows which elements are sampled could make such a tensor.
+// topk samples some elements to guess its threshold. Whoever knows which elements are sampled could make such
+// a tensor.
 TYPED_TEST(CodecOf, TopKOfATensorWhoseSampleMisleadsChoosesWhatASortDoes) {
   constexpr std::size_t kNumElements = 300'000;
   for (const TypeParam factor : {TypeParam(1e6), TypeParam(1e-6)}) {
@@ -517,7 +523,7 @@ TYPED_TEST(CodecOf, WhatTopKSendsAsInfinityOrNanIsNotSentAgain) {
   std::vector<TypeParam> values(10);
   values[2] = kInfinity<TypeParam>;
   values[5] = kNan<TypeParam>;
-  values[7] = std::numeric_limits<TypeParam>::max();  // infinite in float32, if it is a float64
+  values[7] = std::numeric_limits<TypeParam>::max();  // a double of this size is infinite as a float32
   Encoding<TypeParam> encoding({CodecKind::kTopK, 0.3}, values.size());
   const auto decoded = encoding.sent(values);
   EXPECT_EQ(decoded[2], kInfinity<TypeParam>);
@@ -526,8 +532,8 @@ TYPED_TEST(CodecOf, WhatTopKSendsAsInfinityOrNanIsNotSentAgain) {
   EXPECT_EQ(encoding.residual(), std::vector<TypeParam>(10));
 }
 
-// The tensor has more infinities and NaNs than are sent, so most stay behind: in the vectorised part of the
-// loop and in its rest.
+// More elements are infinite or NaN than topk sends, so most of them stay behind. They are in the vectorised
+// part of the loop and in its last elements.
 TYPED_TEST(CodecOf, AnItemAfterInfinitiesAndNansThatTopKHeldBackIsSentAsFromAFreshResidual) {
   const TypeParam specials[] = {kInfinity<TypeParam>, -kInfinity<TypeParam>, kNan<TypeParam>,
                                 -kNan<TypeParam>};
@@ -557,8 +563,8 @@ TYPED_TEST(CodecOf, AnItemAfterInfinitiesAndNansThatTopKHeldBackIsSentAsFromAFre
 TYPED_TEST(CodecOf, TopKForgetsASumThatOverflows) {
   std::vector<TypeParam> values(40, std::numeric_limits<TypeParam>::max());
   Encoding<TypeParam> encoding({CodecKind::kTopK, 0.05}, values.size());
-  encoding.encode(values);  // the first two are sent, the others are kept
-  encoding.encode(values);  // and are infinite now; two of them are sent
+  encoding.encode(values);  // Sends the first two values and keeps the others.
+  encoding.encode(values);  // The kept values are infinite now, and two of them are sent.
   EXPECT_EQ(encoding.indices(), (std::vector<std::uint32_t>{2, 3}));
   std::vector<TypeParam> kept(40);
   kept[0] = kept[1] = std::numeric_limits<TypeParam>::max();
@@ -577,7 +583,8 @@ TEST(CodecDeathTest, TopKWithoutAResidualIsOurBug) {
 template <class T>
 class CodecOfHalf : public testing::Test {
  protected:
-  static constexpr double kHalfOfLastBit = std::is_same_v<T, BFloat16> ? 0x1p-9 : 0x1p-12;  // of 1
+  // Half of the last bit of 1.0.
+  static constexpr double kHalfOfLastBit = std::is_same_v<T, BFloat16> ? 0x1p-9 : 0x1p-12;
   static constexpr double kSmallest = std::is_same_v<T, BFloat16> ? 0x1p-133 : 0x1p-24;
   std::mt19937_64 generator_{20191027};
 
@@ -598,8 +605,8 @@ class CodecOfHalf : public testing::Test {
     for (float& value : values) value = distribution(generator_);
     return halves(values);
   }
-  // Every code of the format, with denormals and both zeros. with_specials: whether infinities and NaNs are
-  // included.
+  // Returns every code of the format, with denormals and both zeros; with infinities and NaNs if
+  // with_specials is set.
   std::vector<T> all_codes(bool with_specials) {
     std::vector<T> codes;
     for (unsigned code = 0; code < 0x10000U; ++code) {
@@ -615,7 +622,8 @@ using Halves = testing::Types<BFloat16, Float16>;
 TYPED_TEST_SUITE(CodecOfHalf, Halves);
 
 TYPED_TEST(CodecOfHalf, Int8IsWithinHalfAStepAndTheRoundingTo16Bits) {
-  auto ascending = this->all_codes(/*with_specials=*/false);  // blocks of every scale
+  // Sorted, so that there are blocks of every scale.
+  auto ascending = this->all_codes(/*with_specials=*/false);
   std::sort(ascending.begin(), ascending.end(),
             [](TypeParam a, TypeParam b) { return std::abs(number_of(a)) < std::abs(number_of(b)); });
   for (const auto& halves : {this->normal_values(70'001), this->all_codes(false), ascending}) {
@@ -688,7 +696,8 @@ TYPED_TEST(CodecOfHalf, TopKAddsUpInFloat32SendsTheLargestRoundedAndKeepsTheRest
 
 TYPED_TEST(CodecOfHalf, NothingThatTopKLeavesOutOrRoundsIsLost) {
   constexpr std::size_t kNumElements = 3000;
-  std::uniform_int_distribution<int> whole(1, 300);  // sums are exact in float32, and too long for 16 bits
+  // Sums of these numbers are exact in float32, and too long for 16 bits.
+  std::uniform_int_distribution<int> whole(1, 300);
   Encoding<TypeParam> encoding({CodecKind::kTopK, 0.03}, kNumElements);
   std::vector<double> missing(kNumElements);
   bool was_rounded = false;
@@ -756,7 +765,7 @@ std::vector<std::byte> bytes_of(const std::vector<T>& values) {
   return {bytes.begin(), bytes.end()};
 }
 
-// The results of all functions in a set of kernels, one after the other: encoded and decoded values.
+// Returns the results of all functions of a set of kernels, joined: encoded and decoded values.
 template <class T>
 std::vector<std::byte> everything(const CodecKernels<T>& kernels, const std::vector<T>& values) {
   const std::size_t count = values.size();
@@ -787,7 +796,8 @@ std::vector<std::byte> everything(const CodecKernels<T>& kernels, const std::vec
     std::vector<std::uint32_t> entries(2 * num_chosen);
     kernels.encode_topk({count, num_chosen, values.data(), residual.data(), entries.data(),
                          reinterpret_cast<SentOf<T>*>(entries.data() + num_chosen)});
-    if (sizeof(SentOf<T>) == 2) entries.resize(num_chosen + num_chosen / 2);  // the rest is of the search
+    // Only this part is the encoding. The search for the largest values left its own data behind it.
+    if (sizeof(SentOf<T>) == 2) entries.resize(num_chosen + num_chosen / 2);
     keep(entries);
     keep(residual);
   }
@@ -891,7 +901,7 @@ TEST_F(TopKViolation, IndicesBeyondTheTensorAreRefused) {
     auto entries = good_entries();
     entries[99] = index;
     expect_refused(entries, "index " + std::to_string(index) + " is beyond the tensor's 1000 elements");
-    entries[98] = index;  // and the last descends, or repeats
+    entries[98] = index;  // the last index is out of order, or repeats
     EXPECT_TRUE(violation(entries));
   }
 }

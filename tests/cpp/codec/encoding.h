@@ -1,5 +1,5 @@
-// Holds a tensor with its encoding and its residual in host memory, for the tests of the codecs. Also has a
-// simple topk to which the tests compare the codec.
+// Holds a tensor with its encoding and its residual in host memory, for the tests of the codecs. It also has
+// a simple topk to which the tests compare the codec.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@
 
 namespace pipedream {
 
-// The indices of the num_chosen elements that are largest in magnitude, ascending. Of equal elements the
-// first ones are chosen, as by a stable sort.
+// Returns the indices of the num_chosen elements with the largest magnitudes, ascending. Among equal elements
+// the first ones are chosen, as by a stable sort.
 template <class T>
 std::vector<std::uint32_t> largest_by_sort(const std::vector<T>& values, std::size_t num_chosen) {
   std::vector<T> magnitudes(values.size());
@@ -77,7 +77,7 @@ class Encoding {
     decode_host(work_);
     return values();
   }
-  // Encodes and decodes the values: the tensor that arrives at the other end.
+  // Encodes and decodes the values. The result is the tensor that arrives at the other end.
   [[nodiscard]] std::vector<T> sent(const std::vector<T>& values) {
     encode(values);
     return decode();

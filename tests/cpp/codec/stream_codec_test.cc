@@ -24,7 +24,7 @@
 namespace pipedream {
 namespace {
 
-// More elements than the largest grid has threads.
+// One element more than the largest grid has threads.
 constexpr std::size_t kNumElementsMax = (std::size_t{1} << 20) + 1;
 #if defined(__SANITIZE_THREAD__)
 // ThreadSanitizer takes microseconds for every switch of the CUDA stand-in's threads.
@@ -34,7 +34,8 @@ constexpr std::size_t kSizes[] = {0, 1, 2, 3, 255, 256, 257, 1000, kNumMany};
 #else
 constexpr bool kTakesLong = false;
 constexpr std::size_t kNumMany = 70'001;
-// With the last size, most parts of topk have two rows of a block, and some parts are empty.
+// topk divides the tensor into parts, one per block of threads. With the last size most parts have two rows
+// of a block, and some parts are empty.
 constexpr std::size_t kSizes[] = {0, 1, 2, 3, 255, 256, 257, 1000, kNumMany, 263'001};
 #endif
 const char* const kCodecNames[] = {"none", "bf16", "fp16", "int8", "topk:0.01", "topk:0.3", "topk:1"};
@@ -55,8 +56,8 @@ class StreamCodecContract : public testing::TestWithParam<DeviceType> {
     return values;
   }
 
-  // A copy of the host's work, with its tensors in device memory and its encoding in memory of the given
-  // kind.
+  // A copy of a CodecWork of the host. Its tensors are in device memory, and its encoding in memory of the
+  // given kind.
   struct Mirror {
     std::vector<std::unique_ptr<Memory>> memories;
     CodecWork work;
@@ -94,7 +95,7 @@ class StreamCodecContract : public testing::TestWithParam<DeviceType> {
     return values;
   }
 
-  // Three items, so that topk has a residual.
+  // Encodes three items, so that topk has a residual.
   template <class T>
   void expect_host_bytes(const std::string& name, std::vector<T> values, MemoryKind kind_of_encoded) {
     Encoding<T> host(codec_from_name(name), values.size());
@@ -119,7 +120,7 @@ class StreamCodecContract : public testing::TestWithParam<DeviceType> {
       for (T& value : values) value = element_of<T>(number_of(value) / 2 + 1);
     }
   }
-  // A NaN is as good as another.
+  // Compares the bits, but takes all NaNs as equal.
   template <class T>
   static bool same_bits(const std::vector<T>& one, const std::vector<T>& other) {
     if (one.size() != other.size()) return false;
@@ -154,7 +155,8 @@ TEST_P(StreamCodecContract, GivesTheHostsBytesAtEverySize) {
   }
 }
 
-// One dtype is enough, because the loops are the same, and the CUDA stand-in takes seconds for each.
+// One dtype is enough, because the loops are the same for all. The CUDA stand-in takes seconds for each
+// dtype.
 TEST_P(StreamCodecContract, GivesTheHostsBytesOfMoreElementsThanAGridHasThreads) {
   if (kTakesLong) GTEST_SKIP() << "takes minutes under ThreadSanitizer";
   const auto floats = normal_values<float>(kNumElementsMax);
@@ -272,7 +274,7 @@ TEST_P(StreamCodecContract, EnqueuingAllocatesNothing) {
   Encoding<float> host(codec_from_name("topk:0.1"), 1000);
   host.set_values(normal_values<float>(1000));
   const Mirror mirror = mirror_of(host.work(), MemoryKind::kDevice);
-  codec_->encode(*stream_, mirror.work);  // the first one may
+  codec_->encode(*stream_, mirror.work);  // the first call may allocate
   codec_->decode(*stream_, mirror.work);
   stream_->synchronize();
   const AllocationCounter counter;

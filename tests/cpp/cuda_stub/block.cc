@@ -24,7 +24,7 @@ constexpr unsigned kWarpThreads = 32;
   std::abort();
 }
 
-// An order in which so many threads run.
+// An order in which a block's threads run.
 class Order {
  public:
   Order() = default;
@@ -46,7 +46,7 @@ class Order {
   bool falls_ = false;
 };
 
-// Values that the lanes of a warp have shown each other.
+// The values that the lanes of a warp have shown each other.
 struct Shown {
   std::array<std::uint32_t, kWarpThreads> values{};
   std::uint32_t nonzero_lanes = 0;
@@ -151,8 +151,8 @@ class Block {
     give_up("a thread waits that does not run");
   }
 
-  // The thread to run next: a thread whose barrier is complete, or a thread that has not begun. Null if all
-  // threads wait or are done.
+  // Returns the thread to run next: one whose barrier is complete, or one that has not begun. Returns null if
+  // all threads wait or are done.
   Worker* next_worker() {
     if (!released_.empty()) {
       const unsigned thread = released_.back();
@@ -178,9 +178,9 @@ class Block {
   unsigned num_done_ = 0;
   unsigned num_at_block_ = 0;
   std::vector<Warp> warps_;
-  std::vector<Worker*> waiting_;    // by thread
-  std::vector<unsigned> released_;  // threads, who goes on first last
-  std::vector<bool> shows_second_;  // by thread: where its last value for the warp is
+  std::vector<Worker*> waiting_;    // indexed by thread
+  std::vector<unsigned> released_;  // released threads; the last one goes on first
+  std::vector<bool> shows_second_;  // indexed by thread: which of two places has its last value for the warp
   Worker* running_ = nullptr;
   Fiber scheduler_;
   std::vector<std::unique_ptr<Worker>> workers_;
@@ -188,7 +188,7 @@ class Block {
 };
 
 Block& block_of_process() {
-  static auto* const block = new Block;  // its fibers end with the process
+  static auto* const block = new Block;  // never destroyed, because its fibers end only with the process
   return *block;
 }
 

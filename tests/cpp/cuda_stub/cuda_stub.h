@@ -29,26 +29,27 @@ constexpr int kNumDevices = 2;
 void fail(const std::string& call, cudaError_t error, int num_calls_before = 0, bool ends_context = false);
 // Ends the context, as if a kernel of another library had failed.
 void end_context(cudaError_t error);
-// Forgets errors, requested failures and loaded kernels, as in a new process. All enqueued work must be done.
+// Forgets errors, requested failures and loaded kernels, so that the runtime is as in a new process. All
+// enqueued work must be done.
 void reset();
 
-// Makes a stream of the device whose work begins when `wait` has returned. `wait` is neither a kernel nor a
-// host function, so it holds up no other stream. The stream is never destroyed. Returns its handle as a
-// number, as Device::wrap_stream() takes it.
+// Makes a stream of the device whose work begins when `wait` has returned. It holds up no other stream,
+// because `wait` is neither a kernel nor a host function. The stream is never destroyed. Returns its handle
+// as a number, as Device::wrap_stream() takes it.
 std::uintptr_t make_held_stream(int device, std::function<void()> wait);
 
-// Begins a capture of a graph in the global mode, as torch does. end_capture_intact() ends it, and returns
-// whether no call has ended it before.
+// Begins a capture of a graph in the global mode, as torch does. end_capture_intact() ends the capture. It
+// returns false if a forbidden call has broken the capture before.
 void begin_capture();
 bool end_capture_intact();
 
-// Begins a capture of a graph from the stream, which may be wrapped. Work that is enqueued there meanwhile is
-// not done, and an event that is recorded there belongs to the graph and is of no use elsewhere.
-// end_stream_capture() returns the number of operations in the graph.
+// Begins a capture of a graph from the stream, which may be wrapped. The stream only records the work that is
+// enqueued meanwhile, and does not do it. An event that is recorded there belongs to the graph, and nothing
+// outside can wait for it. end_stream_capture() returns the number of operations in the graph.
 void begin_stream_capture(std::uintptr_t stream);
 int end_stream_capture(std::uintptr_t stream);
-// Makes a stream of the device by cudaStreamCreateWithFlags. It is never destroyed. Returns its handle as a
-// number.
+// Makes a stream of the device by cudaStreamCreateWithFlags. The stream is never destroyed. Returns its
+// handle as a number.
 std::uintptr_t make_stream(int device);
 
 // Sets the compute capability that a device reports (90 is 9.0), and the CUDA version that the driver
@@ -56,15 +57,15 @@ std::uintptr_t make_stream(int device);
 void set_capability(int device, int capability);
 void set_driver_version(int version);
 
-// The number of calls of a function of the runtime.
+// Returns how often this function of the runtime was called.
 std::uint64_t num_calls(const std::string& call);
-// The number of kernels that were loaded only by their first launch. On a real device such a launch waits for
-// all enqueued work.
+// Returns the number of kernels that were loaded only by their first launch. On a real device such a launch
+// waits for all enqueued work.
 std::uint64_t num_late_loads();
-// The number of events for which a thread waited without sleeping.
+// Returns the number of events for which a thread waited without sleeping.
 std::uint64_t num_spins();
-// The number of launched kernels that got an address in pinned host memory. On a real device their reads and
-// writes cross the bus one by one.
+// Returns the number of launched kernels that got an address in pinned host memory. On a real device their
+// reads and writes cross the bus one by one.
 std::uint64_t num_kernels_on_host_memory();
 
 // Sets the longest delay of an operation, in microseconds; 0 for none.

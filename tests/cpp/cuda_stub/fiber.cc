@@ -33,9 +33,9 @@
 #endif
 
 #if defined(__x86_64__)
-// Saves the registers that a function must keep, and the stack pointer, and goes on where the other fiber has
-// saved its own. It jumps instead of returning, because a CPU predicts that ret returns from the last call,
-// which was on another stack.
+// Saves the stack pointer and the registers that a function must keep, and restores those of the other fiber.
+// It jumps instead of returning. A CPU predicts that ret returns to the last call's place, but that call was
+// on another stack.
 extern "C" void pd_switch_stacks(void** from, void* to);
 asm(R"(
 .text
@@ -71,8 +71,8 @@ constexpr std::size_t kStackBytes = std::size_t{256} << 10;
 #else
 constexpr std::size_t kStackBytes = std::size_t{128} << 10;
 #endif
-// Stacks begin at pages, and cache lines at the same offset of their pages compete for a few places in a
-// cache. So neighbouring stacks are used from different offsets on.
+// Every stack begins at a page. Cache lines at the same offset in their pages compete for a few places of a
+// cache. So neighbouring stacks begin at different offsets.
 constexpr unsigned kNumPlaces = 128;
 constexpr std::size_t kPlaceBytes = 320;
 static_assert(kNumPlaces * kPlaceBytes < kStackBytes / 2);
@@ -87,13 +87,13 @@ std::size_t next_place_bytes() {
 struct Fiber::State {
   Body body = nullptr;
   void* argument = nullptr;
-  void* stack = nullptr;  // none: the thread's own
+  void* stack = nullptr;  // null for the thread's own stack
 #if defined(__x86_64__)
   void* top = nullptr;
 #else
   ucontext_t context{};
 #endif
-  State* came_from = nullptr;  // set by whoever switches here
+  State* came_from = nullptr;  // set by the fiber that switches to this one
 #if defined(PD_ASAN)
   const void* stack_bottom = nullptr;
   std::size_t stack_bytes = 0;
@@ -107,7 +107,8 @@ struct Fiber::State {
 
 namespace {
 
-void* starting = nullptr;  // Fiber::State of the fiber whose first switch is under way; one block at a time
+// The fiber whose first switch is running. One is enough, because one block runs at a time.
+void* starting = nullptr;
 
 }  // namespace
 

@@ -1,6 +1,6 @@
-// Implements fibers, which switch stacks on one thread, for the CUDA threads of a block. They are for no
-// other use, because a fiber ends only with the process. AddressSanitizer and ThreadSanitizer are told of
-// every switch.
+// Implements fibers, which switch stacks on one thread, for the CUDA threads of a block. Use them for nothing
+// else, because a fiber ends only with the process. AddressSanitizer and ThreadSanitizer are told of every
+// switch.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ class Fiber {
  public:
   using Body = void (*)(void*);
 
-  Fiber();  // of the thread itself, to come back to
+  Fiber();  // the thread's own stack, to switch back to
   Fiber(Body body, void* argument);
   ~Fiber();
   Fiber(const Fiber&) = delete;

@@ -25,7 +25,7 @@ struct dim3 {
   unsigned x = 1;
   unsigned y = 1;
   unsigned z = 1;
-  // NOLINTNEXTLINE(google-explicit-constructor): a launch takes a number of blocks
+  // NOLINTNEXTLINE(google-explicit-constructor): a launch is given a number where CUDA wants a dim3
   constexpr dim3(unsigned blocks = 1, unsigned rows = 1, unsigned planes = 1)
       : x(blocks), y(rows), z(planes) {}
 };
@@ -38,15 +38,15 @@ struct Builtins {
   dim3 block_size;
   dim3 grid_size;
 };
-inline Builtins current;  // of the CUDA thread that runs
+inline Builtins current;  // of the CUDA thread that runs now
 
 void wait_for_block();
-// Every lane of the warp gives a value and gets the value of lane `from`.
+// Every lane of the warp calls this with a value, and gets the value of the lane `from`.
 std::uint32_t value_of_lane(std::uint32_t value, unsigned from);
 std::uint32_t ballot(bool yes);
 
-// Enqueues the blocks of a grid. function: the kernel's address, by which load_kernels() loads it. arguments:
-// words that may be addresses of memory that the kernel uses.
+// Enqueues the blocks of a grid. `function` is the kernel's address, by which load_kernels() loads it.
+// `arguments` are words, and may be addresses of memory that the kernel uses.
 void launch_grid(const void* function, const dim3& grid, unsigned block_threads, cudaStream_t stream,
                  const std::vector<std::uint64_t>& arguments, std::function<void()> kernel);
 

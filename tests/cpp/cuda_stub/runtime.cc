@@ -39,13 +39,14 @@ constexpr unsigned kDelayedOneIn = 4;
 
 struct Operation {
   std::function<void()> run;
-  std::vector<std::uintptr_t> touches;  // addresses; of a kernel whatever its arguments hold
+  // Addresses that the operation may use; for a kernel, all its arguments.
+  std::vector<std::uintptr_t> touches;
 };
 
 }  // namespace
 }  // namespace cuda_stub
 
-// All fields under the driver's mutex.
+// The driver's mutex guards all fields.
 struct CUstream_st {
   int device = 0;
   std::deque<cuda_stub::Operation> queue;
@@ -58,11 +59,11 @@ struct CUstream_st {
   std::condition_variable has_work;
 };
 
-// A wait for an event waits for the last record before the wait. The event may be recorded again on another
-// stream, or be destroyed, before that record is done.
+// A wait for an event waits for the event's last record before the wait. Before that record is done, the
+// event may be recorded again on another stream, or be destroyed.
 struct CUevent_st {
   struct Record {
-    bool is_done = true;  // as of one that is never recorded
+    bool is_done = true;  // an event that was never recorded counts as done
   };
   int device = 0;
   unsigned flags = 0;
@@ -80,7 +81,7 @@ struct Allocation {
   std::size_t mapped_bytes = 0;
   int device = 0;
   int file = -1;
-  std::byte* alias = nullptr;  // a second mapping, that copies use
+  std::byte* alias = nullptr;  // a second mapping of the same memory, for copies
   bool is_imported = false;
 };
 
@@ -93,8 +94,8 @@ struct Fault {
 struct Driver {
   std::mutex mutex;
   std::condition_variable has_changed;
-  std::mutex kernels;         // one block at a time
-  std::mutex host_functions;  // one at a time, as a driver may run them
+  std::mutex kernels;         // held while a block runs
+  std::mutex host_functions;  // held while a host function runs, because a driver may run them one at a time
   cudaError_t context_error = cudaSuccess;
   std::map<std::uintptr_t, Allocation> allocations;  // device memory by address
   std::map<std::uintptr_t, std::size_t> registered;  // pinned pages by address
@@ -104,11 +105,11 @@ struct Driver {
   std::set<int> contexts;  // devices
   std::map<std::string, std::uint64_t> num_calls;
   std::map<std::string, Fault> faults;
-  std::set<std::pair<int, const void*>> loaded;  // kernels, by their device
+  std::set<std::pair<int, const void*>> loaded;  // kernels and the devices on which they are loaded
   std::uint64_t num_late_loads = 0;
   std::uint64_t num_spins = 0;
   std::uint64_t num_kernels_on_host_memory = 0;
-  std::map<int, int> capabilities;  // of devices that are not as kCapability
+  std::map<int, int> capabilities;  // only of devices that differ from kCapability
   int driver_version = CUDART_VERSION;
   int num_captures = 0;
   bool is_capture_intact = true;
@@ -122,7 +123,7 @@ void trap_host(int /*signal*/, siginfo_t* info, void* context);
 
 Driver& driver() {
   static Driver* const made = [] {
-    auto* const created = new Driver;  // outlives the streams' threads
+    auto* const created = new Driver;  // never destroyed, because the streams' threads use it
     const char* const given = std::getenv("PIPEDREAM_CUDA_STUB_SEED");
     created->seed = given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
     created->random.seed(created->seed);
@@ -149,7 +150,8 @@ thread_local bool in_host_function = false;
 
 void say_trap(const char* why) { (void)!::write(STDERR_FILENO, why, std::strlen(why)); }
 
-// A host thread that touches device memory ends the test, as it would end a program. Prints the reason.
+// Ends the test with a message when a host thread touches device memory. On a real device the program would
+// crash.
 void trap_host(int /*signal*/, siginfo_t* info, void* /*context*/) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
   for (const auto& [first, allocation] : driver().allocations) {
@@ -231,7 +233,7 @@ void serve(const std::shared_ptr<CUstream_st>& stream) {
       return;
     }
     be_late(lock);
-    if (stream->queue.empty()) continue;  // the context has ended
+    if (stream->queue.empty()) continue;  // the queue was emptied, because the context has ended
     Operation operation = std::move(stream->queue.front());
     stream->queue.pop_front();
     stream->running_touches = operation.touches;
@@ -293,8 +295,8 @@ auto find_range(std::map<std::uintptr_t, Entry>& ranges, std::uintptr_t address)
   return after == ranges.begin() ? ranges.end() : std::prev(after);
 }
 
-// The address at which a copy finds the bytes. *is_pageable: whether they are in host memory that is not
-// registered.
+// Returns the address at which a copy finds the bytes. Sets *is_pageable if they are in host memory that is
+// not registered.
 std::byte* place_of(const void* data, std::size_t num_bytes, bool* is_pageable) {
   Driver& all = driver();
   const auto address = reinterpret_cast<std::uintptr_t>(data);
@@ -340,7 +342,7 @@ void set_open(bool is_open) {
   for (const auto& entry : all.allocations) protect(entry, is_open);
 }
 
-// Maps the file twice: for kernels, and for copies.
+// Maps the file twice. Kernels use one mapping, and copies use the other.
 cudaError_t map_device_memory(int file, std::size_t num_bytes, bool is_imported, void** data) {
   Driver& all = driver();
   const std::size_t mapped_bytes = (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
@@ -405,14 +407,14 @@ std::uintptr_t make_stream(int device) {
 void begin_stream_capture(std::uintptr_t stream) {
   Driver& all = driver();
   const Lock lock(all.mutex);
-  // NOLINTNEXTLINE(performance-no-int-to-ptr): that is how frameworks hand a stream over
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): frameworks hand a stream over as a number
   stream_of(reinterpret_cast<cudaStream_t>(stream)).is_capturing = true;
 }
 
 int end_stream_capture(std::uintptr_t stream) {
   Driver& all = driver();
   const Lock lock(all.mutex);
-  // NOLINTNEXTLINE(performance-no-int-to-ptr): as above
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): see begin_stream_capture()
   CUstream_st& given = stream_of(reinterpret_cast<cudaStream_t>(stream));
   given.is_capturing = false;
   return std::exchange(given.num_captured, 0);
@@ -485,7 +487,8 @@ void launch_grid(const void* function, const dim3& grid, unsigned block_threads,
                  const std::vector<std::uint64_t>& arguments, std::function<void()> kernel) {
   Driver& all = driver();
   Lock lock(all.mutex);
-  if (enter(lock, "cudaLaunchKernel") != cudaSuccess) return;  // cudaGetLastError() tells
+  // The caller reads the error by cudaGetLastError().
+  if (enter(lock, "cudaLaunchKernel") != cudaSuccess) return;
   CUstream_st& given = stream_of(stream);
   if (given.device != own_device) {
     (void)failed(cudaErrorInvalidResourceHandle);
@@ -638,7 +641,8 @@ cudaError_t cudaIpcOpenMemHandle(void** data, cudaIpcMemHandle_t handle, unsigne
   PD_ENTER(kEndsCaptures);
   const std::string own = "/proc/" + std::to_string(::getpid()) + "/";
   const std::string path(static_cast<const char*>(handle.reserved));
-  if (path.starts_with(own)) return failed(cudaErrorInvalidResourceHandle);  // the maker's process may not
+  // A process may not open its own memory.
+  if (path.starts_with(own)) return failed(cudaErrorInvalidResourceHandle);
   const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return failed(cudaErrorInvalidResourceHandle);
   return map_device_memory(file, static_cast<std::size_t>(::lseek(file, 0, SEEK_END)), true, data);
@@ -664,7 +668,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*flags*/) 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   PD_ENTER_TO_GIVE_BACK();
   CUstream_st& given = stream_of(stream);
-  given.is_closing = true;  // after what is enqueued
+  given.is_closing = true;  // closes after all enqueued work
   given.has_work.notify_one();
   return entered;
 }

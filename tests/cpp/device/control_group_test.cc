@@ -61,7 +61,8 @@ TEST_F(ControlGroup, WhatIsInUseCountsAgainstTheLimitAndReclaimableFileCacheDoes
 TEST_F(ControlGroup, OfNestedGroupsTheOneThatLeavesLeastCounts) {
   write("/proc/self/cgroup", "0::/slice/job/step\n");
   write("/proc/self/mountinfo", kVersion2Mount);
-  write_version_2("/slice", "100000", 99000, 0);    // 1000 are left: others in it use the rest
+  // 1000 bytes are left, because processes outside of job use the rest.
+  write_version_2("/slice", "100000", 99000, 0);
   write_version_2("/slice/job", "20000", 4000, 0);  // 16000
   write_version_2("/slice/job/step", "max", 3000, 0);
   EXPECT_EQ(available_bytes(), 1000u);
@@ -77,10 +78,10 @@ TEST_F(ControlGroup, AGroupBeyondItsLimitLeavesNothing) {
 }
 
 TEST_F(ControlGroup, WithoutALimitOrWithoutGroupsNothingIsTakenAway) {
-  EXPECT_EQ(available_bytes(), kNoLimit);  // no /proc at all
+  EXPECT_EQ(available_bytes(), kNoLimit);  // there is no /proc
   write("/proc/self/cgroup", "0::/job\n");
   write("/proc/self/mountinfo", kVersion2Mount);
-  EXPECT_EQ(available_bytes(), kNoLimit);  // no such folder
+  EXPECT_EQ(available_bytes(), kNoLimit);  // there is no such folder
   write_version_2("/job", "max", 6000, 100);
   EXPECT_EQ(available_bytes(), kNoLimit);
 }

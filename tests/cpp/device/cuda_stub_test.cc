@@ -61,7 +61,7 @@ using CudaStubDeathTest = CudaStub;
 TEST_F(CudaStub, AnEventThatIsRecordedAgainIsDoneWithTheLastRecord) {
   cudaEvent_t event = nullptr;
   ASSERT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
-  EXPECT_EQ(cudaEventQuery(event), cudaSuccess);  // never recorded
+  EXPECT_EQ(cudaEventQuery(event), cudaSuccess);  // never recorded, so it counts as done
   ASSERT_EQ(cudaEventRecord(event, stream_), cudaSuccess);
   ASSERT_EQ(cudaEventSynchronize(event), cudaSuccess);
   Gate gate;
@@ -83,15 +83,17 @@ TEST_F(CudaStub, AWaitIsForTheRecordBeforeIt) {
   ASSERT_EQ(cudaStreamWaitEvent(other, event, 0), cudaSuccess);
   Gate gate;
   close(gate);
-  ASSERT_EQ(cudaEventRecord(event, stream_), cudaSuccess);  // behind the gate: nobody waits for this one
+  // No stream waits for this record, which is behind the gate.
+  ASSERT_EQ(cudaEventRecord(event, stream_), cudaSuccess);
   EXPECT_EQ(cudaStreamSynchronize(other), cudaSuccess);
   cudaStream_t third = nullptr;
   ASSERT_EQ(cudaStreamCreateWithFlags(&third, cudaStreamNonBlocking), cudaSuccess);
   ASSERT_EQ(cudaStreamWaitEvent(other, event, 0), cudaSuccess);
-  ASSERT_EQ(cudaEventRecord(event, third), cudaSuccess);  // done, while the record that is waited for is not
+  // This record is done, but `other` waits for the earlier one.
+  ASSERT_EQ(cudaEventRecord(event, third), cudaSuccess);
   ASSERT_EQ(cudaEventSynchronize(event), cudaSuccess);
   EXPECT_EQ(cudaStreamQuery(other), cudaErrorNotReady);
-  ASSERT_EQ(cudaEventDestroy(event), cudaSuccess);  // while a record is enqueued
+  ASSERT_EQ(cudaEventDestroy(event), cudaSuccess);  // an enqueued wait still needs the record
   gate.open();
   EXPECT_EQ(cudaStreamSynchronize(other), cudaSuccess);
   EXPECT_EQ(cudaStreamDestroy(third), cudaSuccess);
@@ -183,7 +185,8 @@ TEST_F(CudaStub, EveryThreadHasACurrentDevice) {
   ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
 }
 
-// Sums over a block by barriers, and over warps by shuffles. The sums are wrong if a thread does not wait.
+// Sums over a block with barriers, and over warps with shuffles. The sums are wrong if a thread does not
+// wait.
 __global__ void sums_kernel(unsigned* by_barriers, unsigned* by_shuffles, unsigned* ballots) {
   __shared__ unsigned values[64];
   values[threadIdx.x] = threadIdx.x + blockIdx.x;
@@ -264,7 +267,7 @@ TEST_F(CudaStub, AnEventOfTheDeviceIsTakenAgainAndHasNothingOfItsFormerUser) {
   }
   const auto event = device->make_event();
   EXPECT_EQ(cuda_stub::num_calls("cudaEventCreateWithFlags"), num_before);
-  EXPECT_TRUE(event->done());  // never recorded, and the record before is still to come
+  EXPECT_TRUE(event->done());  // The new user has not recorded it. The former user's record is still to come.
   event->wait();
   stream->wait(*event);
   stream->synchronize();
@@ -313,8 +316,9 @@ TEST_F(CudaStub, StreamsForCopiesAreTwoOfAUseHoweverManyAreAskedFor) {
   }
   device->check();
   EXPECT_EQ(num_streams() - num_before, 2 * kNumCopyUses);
-  EXPECT_NE(streams[0]->native_handle(), streams[3]->native_handle());  // each direction of a pipeline
-  streams[0].reset();                                                   // the others of its order live on
+  // Each direction of the pipeline has a stream.
+  EXPECT_NE(streams[0]->native_handle(), streams[3]->native_handle());
+  streams[0].reset();  // The other streams of the same order still work.
   for (std::size_t index = 1; index < streams.size(); ++index) streams[index]->synchronize();
   EXPECT_EQ(num_called, 30);
   device.reset();
@@ -382,7 +386,7 @@ TEST_F(CudaStub, ADriverThatIsOlderThanTheToolkitIsNamedWithTheOneThatIsNeeded) 
   EXPECT_EQ(why_no_cuda(), "there is no CUDA driver");
 }
 
-// Runs in a process of its own, which also has the stream's thread.
+// Each call runs in a new process, because a stream's thread does not survive fork().
 TEST_F(CudaStubDeathTest, WhatWouldCorruptMemoryOrHangEndsTheProcess) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto host_function_calls = [this] {

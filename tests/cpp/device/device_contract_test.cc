@@ -26,7 +26,7 @@ namespace pipedream {
 namespace {
 
 constexpr std::size_t kNumBytes = std::size_t{1} << 20;
-// Ends a deadlocked test; it judges no speed.
+// This deadline ends a test that is deadlocked. It does not judge speed.
 constexpr std::chrono::seconds kDeadline{60};
 
 // Holds a stream from the moment close() returns until open(). The destructor opens the gate, so that a
@@ -67,7 +67,7 @@ class DeviceContract : public testing::TestWithParam<std::string> {
     return is_host() ? "host" : GetParam() == "Cuda" ? "cuda:0" : "hostile:0";
   }
 
-  // Memory that the CPU reads and writes on both backends, filled with a pattern of the seed.
+  // Returns memory that the CPU can read and write on every backend, filled with a pattern of the seed.
   [[nodiscard]] std::unique_ptr<Memory> make_pattern(std::uint8_t seed) const {
     std::unique_ptr<Memory> memory = device_->allocate(kNumBytes, MemoryKind::kStaging);
     for (std::size_t i = 0; i < kNumBytes; ++i) memory->data()[i] = pattern_byte(seed, i);
@@ -245,7 +245,7 @@ TEST_P(DeviceContract, AWaitMeansTheRecordThatWasLastWhenItWasEnqueued) {
   Gate second_gate;
   second_gate.close(*second);
   second->record(*event);
-  waiting->synchronize();  // would block for good if it meant the second record
+  waiting->synchronize();  // would block for good if it waited for the second record
   EXPECT_FALSE(event->done());
 }
 
@@ -317,7 +317,7 @@ TEST_P(DeviceContract, ManyThreadsMayEnqueueAndCallsNeverOverlap) {
   constexpr int kNumThreads = 4;
   constexpr int kNumCalls = 300;
   const auto stream = device_->make_stream();
-  int num_calls = 0;  // unguarded: the stream is what keeps the calls apart
+  int num_calls = 0;  // No mutex guards it, because calls of one stream never overlap.
   std::vector<std::thread> threads;
   for (int thread = 0; thread < kNumThreads; ++thread) {
     threads.emplace_back([&] {
@@ -378,7 +378,7 @@ TEST_P(DeviceContract, MemoryIsAlignedZeroedAndOfTheSizeAskedFor) {
   }
 }
 
-// Streams copy from and to the caller's registered memory as from and to staging memory.
+// Streams copy from and to the caller's registered memory in the same way as with staging memory.
 TEST_P(DeviceContract, CopiesThroughRegisteredHostMemoryArriveUnchanged) {
   constexpr std::size_t kPageBytes = 4096;
   struct Free {
@@ -389,7 +389,7 @@ TEST_P(DeviceContract, CopiesThroughRegisteredHostMemoryArriveUnchanged) {
   ASSERT_NE(memory, nullptr);
   std::memset(memory, 0, 2 * kNumBytes);
   const auto device = make_device(GetParam());
-  for (int round = 1; round <= 2; ++round) {  // also once more, after it was given back
+  for (int round = 1; round <= 2; ++round) {  // the second round registers the same memory again
     const auto registration = device->register_host_memory(memory, 2 * kNumBytes);
     const auto on_device = device->allocate(kNumBytes, MemoryKind::kDevice);
     const auto stream = device->make_stream();
@@ -416,7 +416,7 @@ TEST_P(DeviceContract, MoreMemoryThanThereIsNamesSizeAndDevice) {
           << text;
     }
   }
-  // The device is as usable as before.
+  // The device can be used as before.
   const auto stream = device_->make_stream();
   const auto from = make_pattern(2);
   const auto to = make_empty();

@@ -28,7 +28,8 @@ namespace {
 
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
-// The VmFlags of the mapping that holds the address, as /proc/self/smaps prints them; empty when unknown.
+// Returns the VmFlags of the mapping that holds the address, as /proc/self/smaps prints them, or "" if they
+// are unknown.
 std::string vm_flags_at(const void* address) {
   std::ifstream smaps("/proc/self/smaps");
   std::string line;
@@ -57,12 +58,13 @@ TEST(HostMemory, EveryPageIsThereBeforeTheFirstUse) {
   EXPECT_EQ(num_missing, 0u);
 }
 
-// Makes the kernel answer this thread's madvise(MADV_POPULATE_WRITE) with this error.
+// Makes the kernel answer madvise(MADV_POPULATE_WRITE) on this thread with this error.
 void let_populating_fail_with(std::uint32_t error) {
   std::array<sock_filter, 6> program = {{
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
       BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_madvise, 0, 3),
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[2])),  // the low half: little-endian
+      // The low half, because the machine is little-endian.
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[2])),
       BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 23, 0, 1),
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
@@ -72,7 +74,7 @@ void let_populating_fail_with(std::uint32_t error) {
   ASSERT_EQ(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter), 0) << std::strerror(errno);
 }
 
-// manylinux's headers have no name for the advice, so the code must have its number.
+// manylinux's headers have no name for MADV_POPULATE_WRITE, so the code must use its number.
 TEST(HostMemory, KernelIsAskedForAllPagesAtOnceWhateverTheHeadersKnow) {
   std::thread([] {
     let_populating_fail_with(ENOMEM);

@@ -79,7 +79,7 @@ TEST_F(Hostile, WhatAnEventOrdersIsNone) {
   stream_->record(*written);
   second_->wait(*written);
   second_->record(*passed_on);
-  third->wait(*passed_on);  // by way of another stream
+  third->wait(*passed_on);  // waits for `written` by way of the second stream
   third->copy(other_->data(), on_device_->data(), kNumBytes);
   second_->copy(on_device_->data(), on_host_->data(), 0);
   gate.open();

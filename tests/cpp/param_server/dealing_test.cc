@@ -122,9 +122,10 @@ TEST(Dealing, AFewBytesLeaveShardsWithoutAChunk) {
 
 TEST(Dealing, FewerThanOneShardIsRefused) { EXPECT_THROW((void)deal(WeightLayout({}), 0, false), UserError); }
 
-// Returns the time of a round. 1 is the time in which a link carries the bytes of all parameters. On a link
-// the transfers to each other replica (a push, then a pull) and to each spare get equal parts of the
-// bandwidth. When the transfers to replicas are done, those to spares get all of it.
+// Returns the time of an exchange of one update. 1 is the time in which a link carries the bytes of all
+// parameters. A spare owns a shard but computes no minibatches. On a link the transfers to each other replica
+// (a push, then a pull) and to each spare get equal parts of the bandwidth. When the transfers to replicas
+// are done, those to spares get all of it.
 double taken(std::int64_t num_replicas, std::int64_t num_spares, double of_replica) {
   const auto replicas = static_cast<double>(num_replicas);
   const auto spares = static_cast<double>(num_spares);

@@ -1,5 +1,5 @@
 // Replaces a worker's channels by queues. A queue has the items that one owner of a shard has sent and
-// another owner has not taken. An item counts as sent once it is taken. One thread.
+// another owner has not taken. An item counts as sent when it is taken. Only one thread may use it.
 #pragma once
 
 #include <cstring>
@@ -19,10 +19,10 @@ using Bytes = std::vector<std::byte>;
 struct QueuedItem {
   ItemFields fields;
   std::vector<Bytes> tensors;
-  std::vector<const std::byte*> places{};  // from which they were sent
+  std::vector<const std::byte*> places{};  // the sender's memory of each tensor
 };
 
-constexpr std::size_t kReceivedBytes = 64;  // memory of a received tensor, at least
+constexpr std::size_t kReceivedBytes = 64;  // least size of a received tensor's memory
 
 // The queues that all owners share.
 struct Queues {

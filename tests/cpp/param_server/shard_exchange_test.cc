@@ -1,6 +1,6 @@
-// Tests the exchange of replicas in one thread, over queues instead of channels. However late a replica is,
-// each gradient is in exactly one update, every replica gets every version, and nothing is sent or lands too
-// early.
+// Tests the exchange of replicas in one thread, over queues instead of channels. A round is the minibatches
+// of one update, one at each replica. However late a replica is, each gradient is in exactly one update and
+// every replica gets every version. No item is sent, and none lands, too early.
 #include "param_server/shard_exchange.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 namespace pipedream {
 namespace {
 
-constexpr std::int64_t kNumElements = 3;  // of each chunk, which is a parameter
+constexpr std::int64_t kNumElements = 3;  // of each chunk; each chunk is one parameter
 constexpr std::size_t kChunkBytes = 64;
 constexpr std::int64_t kNumSlots = 2;
 constexpr Deadline kAtOnce{};
@@ -23,7 +23,7 @@ constexpr Deadline kAtOnce{};
 struct Plan {
   std::int64_t num_replicas = 2;
   std::int64_t num_spares = 0;
-  std::int64_t num_chunks = 2;  // of each shard
+  std::int64_t num_chunks = 2;  // chunks of each shard
   bool posts = false;
   bool keeps_gradients = false;
 
@@ -35,7 +35,8 @@ std::string channel(const std::string& kind, std::int64_t from, std::int64_t to)
   return kind + " " + std::to_string(from) + " " + std::to_string(to);
 }
 
-// One owner. Its weights begin as zeros, and a step subtracts the mean gradient.
+// One owner of a shard: a replica, or a spare, which owns a shard but computes no gradients. Its weights
+// begin as zeros, and a step subtracts the mean gradient.
 class Owner {
  public:
   Owner(Queues& queues, const Plan& plan, std::int64_t index)
@@ -43,7 +44,7 @@ class Owner {
 
   // Pushes a gradient whose elements all have this value.
   void push(std::int64_t round, double value) { push(round, std::vector<double>(num_parameters(), value)); }
-  // values: by parameter; 0 for no gradient.
+  // Pushes a gradient for each parameter, whose elements all have the parameter's value. 0 means no gradient.
   void push(std::int64_t round, const std::vector<double>& values) {
     for (std::size_t parameter = 0; parameter < values.size(); ++parameter) {
       auto gradient = std::make_shared<std::vector<double>>(kNumElements, values[parameter]);
@@ -64,7 +65,7 @@ class Owner {
     double* const written = weights(write_slot(), index_, chunk);
     std::copy_n(weights(slot_, index_, chunk), kNumElements, written);
     if (gradients.parts.empty()) return true;
-    // If no other replica has a part of the round, there is one part, which needs no mean.
+    // If no other replica has a gradient in the round, there is one part, which needs no mean.
     EXPECT_TRUE(gradients.is_mean || gradients.parts.size() == 1);
     const TensorView& mean_view = gradients.is_mean ? gradients.place : gradients.parts[0];
     const auto* const mean = reinterpret_cast<const double*>(mean_view.data);  // NOLINT(*-reinterpret-cast)
@@ -76,7 +77,7 @@ class Owner {
     slot_ = write_slot();
     return true;
   }
-  // Adds the owner's steps of a round. Each is called until it returns true.
+  // Adds the owner's steps of a round. The test calls each step until it returns true.
   void add_round(std::int64_t round, const std::vector<double>& values,
                  std::deque<std::function<bool()>>& steps) {
     const double own = index_ < plan_.num_replicas ? values[static_cast<std::size_t>(index_)] : 0;
@@ -112,7 +113,7 @@ class Owner {
     Bytes& memory = slots_[static_cast<std::size_t>(slot)];
     return reinterpret_cast<double*>(memory.data() + parameter_of(shard, chunk) * kChunkBytes);  // NOLINT
   }
-  // The values of all elements in the newest version of all shards.
+  // Returns the values of all elements in the newest version of all shards.
   [[nodiscard]] std::set<double> contents() {
     std::set<double> found;
     for (std::int64_t shard = 0; shard < plan_.num_owners(); ++shard) {
@@ -180,7 +181,7 @@ class Owner {
   const std::int64_t index_;
   std::vector<Bytes> slots_;
   Bytes push_slot_;
-  std::int64_t slot_ = 0;  // of the newest version
+  std::int64_t slot_ = 0;  // has the newest version
   QueueCarrier carrier_;
   ShardExchange exchange_;
 };
@@ -206,7 +207,7 @@ TEST_P(ShardExchangeOfAnyDelay, HasEachGradientInOneUpdateAndEveryVersionAtEvery
     std::vector<std::deque<std::function<bool()>>> steps(owners.size());
     double expected = 0;
     for (std::int64_t round = 0; round * plan.num_replicas < num_minibatches; ++round) {
-      // Gradients are distinct powers of two, so that a sum shows which gradients it has.
+      // Gradients are distinct powers of two, so a sum shows which gradients it has.
       std::vector<double> values(static_cast<std::size_t>(plan.num_replicas));
       double sum = 0;
       std::int64_t count = 0;
@@ -220,7 +221,7 @@ TEST_P(ShardExchangeOfAnyDelay, HasEachGradientInOneUpdateAndEveryVersionAtEvery
       for (std::size_t index = 0; index < owners.size(); ++index)
         owners[index]->add_round(round, values, steps[index]);
     }
-    std::size_t num_refused = 0;  // in a row
+    std::size_t num_refused = 0;  // consecutive steps that returned false
     while (num_refused < 1000 && std::ranges::any_of(steps, [](const auto& left) { return !left.empty(); })) {
       auto& of_owner = steps[random() % steps.size()];
       const bool is_done = !of_owner.empty() && of_owner.front()();
@@ -285,7 +286,7 @@ TEST_F(PushedRound, WhoHasPushedTakesTheOthersVersionBeforeItsOwnUpdate) {
 TEST_F(PushedRound, WhoHasNotPushedTakesTheOthersVersionWithItsOwnUpdate) {
   make({.num_replicas = 1, .num_spares = 1, .posts = true});
   Plan plan{.posts = true};
-  Owner late(queues_, plan, 1);  // in its last round, had the other ended before
+  Owner late(queues_, plan, 1);  // replica 1, in its last round
   ASSERT_TRUE(late.begin_push_from(0, 0));
   EXPECT_TRUE(queues_.posted["pull 0 1"].empty());
   late.begin_update(0);
@@ -305,7 +306,7 @@ TEST_F(PushedRound, ASlotIsNotWrittenBeforeItsVersionHasLeft) {
     ASSERT_TRUE(Owner::done(first().exchange().publish(0, kAtOnce)));
     ASSERT_TRUE(first().end_version());
   }
-  ASSERT_EQ(queue("pull 0 1").size(), 2U);  // versions 1 and 2
+  ASSERT_EQ(queue("pull 0 1").size(), 2U);  // of versions 1 and 2
   EXPECT_FALSE(Owner::done(first().exchange().wait_for_readers(SlotIndex(1), kAtOnce)));
   EXPECT_FALSE(Owner::done(first().exchange().begin_version(SlotIndex(1), kAtOnce)));
   ASSERT_TRUE(owners_[1]->pull_from(0));
@@ -459,7 +460,7 @@ TEST(ShardExchange, AChunkOfAnotherSizeIsRefused) {
   const auto pushed = owners[0]->exchange().mean_of(0, 1, kAtOnce);
   ASSERT_FALSE(pushed.ok());
   EXPECT_EQ(pushed.failure().message, "push 1 0: uint8[1] and uint8[8] for 1 pieces of 64 bytes");
-  for (const auto flag : {0, 1}) {  // a chunk may be empty if it has no gradient
+  for (const auto flag : {0, 1}) {  // flag 0: the chunk is empty, because it has no gradient
     Owner owner(queues, {}, 0);
     queues.items["push 1 0"].push_back({{.num_minibatches = 1}, {Bytes{std::byte(flag)}, Bytes()}});
     ASSERT_TRUE(owner.begin_push_from(1, 0));

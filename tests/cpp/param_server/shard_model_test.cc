@@ -1,6 +1,6 @@
-// Explores every interleaving of replicas and their shards in a small model. The model has the programs of
-// transfers.h, and queues that keep all items in order but may be slow. A gradient is a power of two, so that
-// the value of a weight shows which gradients were added to it.
+// Explores every interleaving of replicas and their shards in a small model. The model executes the replicas'
+// lists of instructions (transfers.h). Its queues keep all items in order but may be slow. A gradient is a
+// power of two, so the value of a weight shows which gradients were added to it.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,17 +15,17 @@
 namespace pipedream {
 namespace {
 
-using Content = std::int64_t;  // a bit per minibatch
+using Content = std::int64_t;  // has one bit for each minibatch
 using Shard = std::vector<Content>;
-using Version = std::vector<Shard>;  // by shard
+using Version = std::vector<Shard>;  // indexed by shard
 
-// A model of the first stage. Items of other stages are always there.
+// A model of the first stage. Items from other stages are taken to be there at any time.
 struct Model {
   ScheduleOptions options;
   Rounds rounds;
-  std::vector<std::vector<Instruction>> programs;  // by replica
+  std::vector<std::vector<Instruction>> programs;  // indexed by replica
   std::int64_t num_minibatches = 0;
-  std::int64_t num_chunks = 2;  // of each shard
+  std::int64_t num_chunks = 2;  // chunks of each shard
 
   [[nodiscard]] std::int64_t num_replicas() const { return rounds.num_replicas; }
   [[nodiscard]] Content gradient_of(std::int64_t round, std::int64_t replica) const {
@@ -52,19 +52,20 @@ struct Item {
 struct Replica {
   std::size_t position = 0;
   std::int64_t newest = 0;
-  std::vector<std::int64_t> pulled;          // by the other replica: its newest version here
-  std::map<std::int64_t, Version> versions;  // those that are still read
-  std::vector<Content> master;               // of its shard, by chunk
-  std::map<std::int64_t, std::map<std::int64_t, std::vector<Content>>> arrived;  // round, replica, by chunk
-  std::map<MinibatchId, Version> stashed;                                        // what forwards have read
+  std::vector<std::int64_t> pulled;          // indexed by replica: the newest version that came from it
+  std::map<std::int64_t, Version> versions;  // versions that a forward or backward still reads
+  std::vector<Content> master;               // the replica's own shard, by chunk
+  // Gradients that have arrived, by round, replica and chunk.
+  std::map<std::int64_t, std::map<std::int64_t, std::vector<Content>>> arrived;
+  std::map<MinibatchId, Version> stashed;  // the versions that forwards have read
 
   friend auto operator<=>(const Replica&, const Replica&) = default;
 };
 
-// The whole state at one time.
+// The state of all replicas and queues at one time.
 struct State {
   std::vector<Replica> replicas;
-  std::map<std::pair<std::int64_t, std::int64_t>, std::deque<Item>> pushes;  // from, to
+  std::map<std::pair<std::int64_t, std::int64_t>, std::deque<Item>> pushes;  // by sender and receiver
   std::map<std::pair<std::int64_t, std::int64_t>, std::deque<Item>> pulls;
 
   friend auto operator<=>(const State&, const State&) = default;
@@ -115,7 +116,7 @@ class Explorer {
  private:
   [[nodiscard]] std::int64_t num_chunks() const { return model_.num_chunks; }
 
-  // Does the replica's next instruction, if that is possible.
+  // Does the replica's next instruction and returns true, or returns false if the instruction must wait.
   [[nodiscard]] bool step(State& state, std::int64_t index) {
     Replica& replica = state.replicas[static_cast<std::size_t>(index)];
     const std::vector<Instruction>& program = model_.programs[static_cast<std::size_t>(index)];
@@ -157,7 +158,7 @@ class Explorer {
     replica.stashed[instruction.minibatch] = version;
     std::vector<Content> contents;
     for (std::int64_t shard = 0; shard < model_.num_replicas(); ++shard) {
-      // A forward never mixes versions: it reads every shard as a whole, at the same version.
+      // A forward never mixes versions. It reads all shards at the same version.
       ASSERT_TRUE(shard == index ||
                   replica.pulled[static_cast<std::size_t>(shard)] >= instruction.version.value());
       for (const Content content : version[static_cast<std::size_t>(shard)]) {
@@ -168,8 +169,8 @@ class Explorer {
     read_.insert(contents);
   }
 
-  // Checks that version v has exactly the gradients of the rounds before v. An asynchronous shard must have
-  // all of these gradients that the replica itself made, and no later gradient of the replica.
+  // Checks that version v has exactly the gradients of the rounds before v. With asynchronous shards the
+  // weights must have all earlier gradients of this replica, and none of its later ones.
   void check_read(Content content, std::int64_t index, const Instruction& instruction) const {
     Content expected = 0;
     Content own = 0;
@@ -221,7 +222,7 @@ class Explorer {
     }
   }
 
-  // Lets an asynchronous shard apply the next chunk that the client has pushed, and answer it.
+  // Lets an asynchronous shard apply the next chunk that the client has pushed, and send the answer.
   [[nodiscard]] bool serve(State& state, std::int64_t index, std::int64_t client) {
     const auto pushed = state.pushes.find({client, index});
     if (!model_.options.asynchronous || pushed == state.pushes.end() || pushed->second.empty()) return false;
@@ -318,7 +319,7 @@ class ShardModel : public testing::TestWithParam<Case> {};
 TEST_P(ShardModel, EveryInterleavingAppliesEachGradientOnceAndReadsWhatItsVersionSays) {
   Explorer explorer(make_model(GetParam()));
   explorer.run();
-  // All interleavings of bsp and ssp end in the same state.
+  // All interleavings of synchronous shards (bsp, ssp) end in the same state.
   EXPECT_TRUE(GetParam().asynchronous || explorer.num_ends() == 1) << explorer.num_ends();
   EXPECT_GT(explorer.num_states(), 100U);
 }
@@ -341,8 +342,8 @@ INSTANTIATE_TEST_SUITE_P(Small, ShardModel,
 TEST(ShardModelOfAsynchronousShards, WhatIsReadDependsOnWhoIsFasterAndOfOthersMayBeMixed) {
   Explorer explorer(make_model({{2}, 4, 0, true}));
   explorer.run();
-  // Minibatch 2, at replica 0, reads this replica's own gradient (1) in every chunk. The gradient of
-  // minibatch 1 (2) may be in any of the chunks.
+  // Minibatch 2 is at replica 0. It reads the gradient of minibatch 0, value 1, in every chunk, because
+  // replica 0 made it. It may read the gradient of minibatch 1, value 2, in any of the chunks.
   std::set<std::vector<Content>> of_minibatch_2;
   for (const std::vector<Content>& contents : explorer.read()) {
     const bool has_own = std::ranges::all_of(contents, [](Content content) { return (content & 1) != 0; });

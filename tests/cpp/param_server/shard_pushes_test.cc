@@ -14,7 +14,8 @@
 namespace pipedream {
 namespace {
 
-constexpr std::size_t kNumParameters = 4;  // of 16 floats, 64 bytes, each; the last has one float
+// Three parameters have 16 floats, which are 64 bytes. The last has one float.
+constexpr std::size_t kNumParameters = 4;
 
 // Owner 1 has one chunk, with parameter 0. Owner 2 has two: the first has parameters 1 and 3 and a gap
 // between them, the second has parameter 2.
@@ -36,7 +37,7 @@ class ShardPushesTest : public testing::Test {
     pushes_ = std::make_unique<ShardPushes>(spec_, carrier_);
   }
 
-  // Gives a gradient whose elements all have this value. 0 means that the gradient is missing.
+  // Gives a gradient whose elements all have this value. 0 means that there is no gradient.
   float* give(std::size_t parameter, float value) {
     if (value == 0) {
       pushes_->give(parameter, {});

@@ -11,7 +11,8 @@ namespace {
 
 TEST(FactoredWeights, AWeightGoesAsFactorsForAsLongAsTheyAreSmaller) {
   FactoredWeights weights;
-  weights.add({.weight_bytes = 50, .factor_bytes = 25, .product_s = 1});  // 4 x 25 = 2 x 50
+  // Sent as factors below 4 replicas, because 4 x 25 = 2 x 50.
+  weights.add({.weight_bytes = 50, .factor_bytes = 25, .product_s = 1});
   EXPECT_EQ(weights.of(1).weight_bytes, 0);
   EXPECT_EQ(weights.of(2).weight_bytes, 50);
   EXPECT_EQ(weights.of(3).factor_bytes, 25);
@@ -34,10 +35,10 @@ TEST(FactoredWeights, OneWithoutRowsAlwaysDoes) {
 
 TEST(FactoredWeights, ThoseAlikeAreOneSum) {
   FactoredWeights weights;
-  weights.add({.weight_bytes = 100, .factor_bytes = 25, .product_s = 1});  // up to 7
-  weights.add({.weight_bytes = 50, .factor_bytes = 25, .product_s = 2});   // up to 3
-  weights.add({.weight_bytes = 200, .factor_bytes = 50, .product_s = 4});  // up to 7
-  weights.add({.weight_bytes = 40, .factor_bytes = 10, .product_s = 0});   // up to 7
+  weights.add({.weight_bytes = 100, .factor_bytes = 25, .product_s = 1});  // as factors with up to 7 replicas
+  weights.add({.weight_bytes = 50, .factor_bytes = 25, .product_s = 2});   // as factors with up to 3 replicas
+  weights.add({.weight_bytes = 200, .factor_bytes = 50, .product_s = 4});  // as factors with up to 7 replicas
+  weights.add({.weight_bytes = 40, .factor_bytes = 10, .product_s = 0});   // as factors with up to 7 replicas
   const FactoredWeights::Sum two = weights.of(2);
   EXPECT_EQ(two.weight_bytes, 390);
   EXPECT_EQ(two.factor_bytes, 110);
@@ -54,11 +55,12 @@ TEST(StageCost, OfFactorsEachReplicaSendsAndMultipliesAll) {
   StageCost cost;
   cost.add({.compute_s = 10, .activation_bytes = 0, .parameter_bytes = 150, .factors = {{100, 20, 2}}});
   EXPECT_EQ(cost.time_s(1, 1), 10);
-  // 4 (3 - 1) 50 / 3 bytes of dense gradients, and 2 (3 - 1) 20 bytes of factors. Computing takes 10, and
-  // products 2 x 2.
+  // Sync sends 4 (3 - 1) 50 / 3 bytes of dense gradients and 2 (3 - 1) 20 bytes of factors. Each replica
+  // computes for 10 s, and the products of two other replicas' factors take 2 s each.
   EXPECT_DOUBLE_EQ(cost.sync_s(3, 10), (4.0 * 2 * 50 / 3 + 2 * 2 * 20) / 10);
   EXPECT_DOUBLE_EQ(cost.time_s(3, 1e9), 14.0 / 3);
-  EXPECT_DOUBLE_EQ(cost.time_s(10, 1e9), 1.0);  // dense: 10 x 20 = 2 x 100
+  // With 10 replicas dense gradients are as small: 10 x 20 = 2 x 100.
+  EXPECT_DOUBLE_EQ(cost.time_s(10, 1e9), 1.0);
 }
 
 }  // namespace

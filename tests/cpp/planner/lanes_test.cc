@@ -1,5 +1,5 @@
 // Tests the exact times at which lines carry items: several items at once, items in chunks, and the line of
-// one receiver.
+// one receiver. A line is one direction of a worker's link.
 #include "planner/lanes.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ class LanesTest : public ::testing::Test {
  protected:
   std::size_t add_line() { return network_.add_line(); }
 
-  // The spans in which the line carries the items.
+  // Sends the items at now_ms, and returns the spans in which the line carries them.
   std::vector<Span> carried_by(std::size_t line, double now_ms, const std::vector<Sent>& sent) {
     const std::size_t before = transfers_.size();
     std::vector<SentItem> items;
@@ -50,7 +50,7 @@ class LanesTest : public ::testing::Test {
     return spans;
   }
 
-  // The time when an item begins to use worker 1's incoming line. Its sender has a line of its own.
+  // Returns the time when an item begins to use worker 1's incoming line. Its sender has a line of its own.
   double begins_to_come(EdgeKind kind, double ready_ms, double transfer_ms) {
     Lane& lane = lanes_.emplace_back();
     lane.edge.kind = kind;
@@ -80,17 +80,19 @@ TEST_F(LanesTest, what_is_sent_at_once_shares_the_line_evenly_and_what_is_sent_l
 TEST_F(LanesTest, chunks_that_were_there_earlier_take_what_the_line_idled_before) {
   const std::size_t line = add_line();
   EXPECT_EQ(carried_by(line, 5, {{3}, {10, 2, 2}}), (std::vector<Span>{{5, 11}, {2, 15}}));
-  EXPECT_EQ(carried_by(line, 20, {{2, 13, 16, 2}}), (std::vector<Span>{{15, 17}}));  // all of it
+  // The whole item was carried in earlier idle time.
+  EXPECT_EQ(carried_by(line, 20, {{2, 13, 16, 2}}), (std::vector<Span>{{15, 17}}));
   EXPECT_EQ(carried_by(line, 20, {{1}}), (std::vector<Span>{{20, 21}}));
   EXPECT_EQ(carried_by(line, 22, {{4, 10, 10}}), (std::vector<Span>{{21, 25}}));
-  // The last of four chunks is made half a millisecond before the send, so half of it is still to leave.
+  // The last of four chunks is made 0.5 ms before the send, and takes 1 ms. So half of it is still to be
+  // carried.
   EXPECT_EQ(carried_by(line, 40, {{4, 30, 39.5, 4}}), (std::vector<Span>{{30, 40.5}}));
   EXPECT_EQ(carried_by(line, 40, {{1}}), (std::vector<Span>{{40.5, 41.5}}));
 }
 
 TEST_F(LanesTest, a_line_in_takes_of_an_exchange_what_other_stages_send_meanwhile) {
   EXPECT_DOUBLE_EQ(begins_to_come(EdgeKind::kPush, 1, 10), 1);
-  EXPECT_DOUBLE_EQ(begins_to_come(EdgeKind::kPush, 2, 10), 2);  // which replicas share evenly
+  EXPECT_DOUBLE_EQ(begins_to_come(EdgeKind::kPush, 2, 10), 2);  // The two pushes share the line evenly.
   EXPECT_DOUBLE_EQ(begins_to_come(EdgeKind::kGradient, 4, 3), 4);
   EXPECT_DOUBLE_EQ(begins_to_come(EdgeKind::kGradient, 5, 6),
                    7);  // until 13, a millisecond after the exchange
@@ -98,7 +100,7 @@ TEST_F(LanesTest, a_line_in_takes_of_an_exchange_what_other_stages_send_meanwhil
   EXPECT_DOUBLE_EQ(begins_to_come(EdgeKind::kPull, 15, 10), 15);
   EXPECT_DOUBLE_EQ(begins_to_come(EdgeKind::kGradient, 16, 3), 16);
   EXPECT_DOUBLE_EQ(begins_to_come(EdgeKind::kPull, 40, 10),
-                   40);  // in the pause before it there was time for that
+                   40);  // the pause before it was long enough for all gradients
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Tests the partition within limits. If nothing limits it, it equals the partition without limits. Also tests
-// memory, speeds and refusals. tests/python/planning/test_limits.py enumerates all plans.
+// Tests the partition within limits: memory, speeds and refusals. Without limits it must equal the plain
+// partition. tests/python/planning/test_limits.py enumerates all plans.
 #include "planner/limited_partition.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ std::vector<LayerMemory> saving(std::size_t num_layers, double saved_bytes) {
 }
 
 TEST(LimitedPartition, WithoutLimitsItIsThePartition) {
-  std::mt19937 random(7);  // NOLINT(cert-msc51-cpp): the same cases every time
+  std::mt19937 random(7);  // NOLINT(cert-msc51-cpp): a fixed seed, so that each run has the same cases
   std::uniform_int_distribution<int> figure(0, 40);
   for (int round = 0; round < 200; ++round) {
     std::vector<LayerCost> layers(1 + static_cast<std::size_t>(figure(random)) % 5);
@@ -39,8 +39,8 @@ TEST(LimitedPartition, WithoutLimitsItIsThePartition) {
 }
 
 TEST(LimitedPartition, MemoryForbidsWhatDoesNotFit) {
-  // One stage needs (1 + 2) 20 bytes for weights and 200 saved bytes. With two stages each needs at most (2 +
-  // 2) 10 + 200.
+  // One stage needs (1 + 2) * 20 bytes for weights, and 200 saved bytes. With two stages each needs at most
+  // (2 + 2) * 10 bytes for weights, and 200 saved bytes.
   PlanLimits limits;
   limits.memory_bytes = {250, 250};
   limits.may_recompute = false;
@@ -59,8 +59,8 @@ TEST(LimitedPartition, MemoryForbidsWhatDoesNotFit) {
 }
 
 TEST(LimitedPartition, ReplicasHaveWhatTheyExchangeInMemory) {
-  // A replica needs (1 + 2) 20 bytes for weights and 200 saved bytes, as above. For the other replica's shard
-  // of 10 bytes it also needs copies of gradients, and slots for pushes and pulls.
+  // A replica needs (1 + 2) * 20 bytes for weights and 200 saved bytes, as in the test before. For the other
+  // replica's shard of 10 bytes it also needs copies of gradients, and slots for pushes and pulls.
   PlanLimits limits;
   limits.memory_bytes = {290, 290};
   limits.num_replicas = {2};

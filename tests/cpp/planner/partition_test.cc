@@ -1,4 +1,4 @@
-// Compares the partition with an enumeration of all plans. Also tests its choice between equal plans, and its
+// Compares the partition with the best of all plans. Also tests its choice between equal plans, and its
 // errors.
 #include "planner/partition.h"
 
@@ -19,7 +19,8 @@ namespace {
 using Layers = std::vector<LayerCost>;
 using Stages = std::vector<PlannedStage>;
 
-// The equations of partition.h, written out separately: W_l^m summed layer by layer.
+// Computes a stage's time by the equations of partition.h, written out separately. W_l^m is summed layer by
+// layer.
 double formula_stage_s(const Layers& layers, const PlannedStage& stage, double bandwidth) {
   const auto replicas = static_cast<double>(stage.num_replicas);
   double compute_s = 0;
@@ -93,7 +94,8 @@ void expect_equals_brute_force(const Layers& layers, std::int64_t num_workers, d
   for (const PlannedStage& stage : plan.stages) EXPECT_EQ(stage.num_replicas, 1);
 }
 
-// Layers with random real figures, or with small integers and zeros, which give many equal plans.
+// Returns layers with random real figures, or with small integers and zeros. The integers give many equal
+// plans.
 Layers random_layers(std::mt19937_64& generator, std::int64_t num_layers, bool is_integer) {
   std::uniform_real_distribution<double> real(0, 1);
   std::uniform_int_distribution<int> integer(0, 3);
@@ -136,7 +138,7 @@ TEST(Partition, EqualsBruteForceWithoutParametersOrActivations) {
   }
 }
 
-// The library computes the fewest replicas by a formula. This test tries every number of replicas.
+// The library computes the fewest replicas by a formula. This test tries every number of replicas instead.
 TEST(Partition, OneLayerGetsTheBestOfAllReplicaCounts) {
   std::mt19937_64 generator(3);
   std::uniform_real_distribution<double> real(0, 1);
@@ -168,12 +170,12 @@ TEST(Partition, DataParallelismThatSyncMakesSlowerIsAvoided) {
   const Partition plan = partition(layers, 2, 1);
   EXPECT_EQ(plan.stages, (Stages{{0, 0, 1}}));
   EXPECT_EQ(plan.bottleneck_s, 1);
-  // With 16 replicas the sync takes less than 1 s per minibatch: 4 * 15 * 2 / 16 / 16.
+  // With 16 replicas the sync takes 4 * 15 * 2 / 16 / 16 s per minibatch, which is less than 1 s.
   EXPECT_EQ(partition(layers, 16, 1).stages, (Stages{{0, 0, 16}}));
 }
 
 TEST(Partition, WorkersThatDoNotHelpStayIdle) {
-  // The second layer sets the pace; a third worker changes nothing.
+  // The second layer sets the pace, so a third worker changes nothing.
   const Layers layers = {{1, 0, 1e9}, {2, 0, 1e9}};
   const Partition plan = partition(layers, 3, 1);
   EXPECT_EQ(plan.stages, (Stages{{0, 0, 1}, {1, 1, 1}}));
@@ -181,8 +183,8 @@ TEST(Partition, WorkersThatDoNotHelpStayIdle) {
 }
 
 TEST(Partition, OfEqualBottlenecksFewerWorkersThenFewerStagesWin) {
-  // Three layers of 1 s stand beside one layer of 3 s. [0..2] [3] needs two workers, and more stages do not
-  // help.
+  // The last layer takes as long as the three layers before it. So the plan [0..2] [3] with two workers is
+  // best, and more stages do not help.
   const Layers slow_last = {{1, 0, 1e9}, {1, 0, 1e9}, {1, 0, 1e9}, {3, 0, 1e9}};
   EXPECT_EQ(partition(slow_last, 4, 1).stages, (Stages{{0, 2, 1}, {3, 3, 1}}));
   // One stage with two replicas is as fast as two stages, and needs as many workers. So the plan with one
@@ -206,14 +208,15 @@ TEST(Partition, AStraightPlanHasOneReplicaPerStageAndAtMostNumWorkersStages) {
 TEST(Partition, ASlowLinkMovesTheCutToTheSmallestActivation) {
   const Layers layers = {{1, 10, 1e9}, {1, 0.1, 1e9}, {1, 10, 1e9}, {1, 0, 1e9}};
   EXPECT_EQ(partition(layers, 4, 1).stages, (Stages{{0, 1, 1}, {2, 3, 1}}));
-  // Every boundary is slower than one worker, so there is no cut.
+  // The link is so slow that every boundary takes longer than one worker needs for all layers. So there is no
+  // cut.
   EXPECT_EQ(partition(layers, 4, 1e-3).stages, (Stages{{0, 3, 1}}));
 }
 
 TEST(Partition, ASinglePlanStageHasNoBoundary) {
   const Layers layers = {{1, 1e9, 0}, {1, 1e9, 0}};
   EXPECT_EQ(bottleneck_s(layers, {{0, 1, 1}}, 1), 2);
-  EXPECT_EQ(partition(layers, 2, 1).bottleneck_s, 1);  // two replicas, none
+  EXPECT_EQ(partition(layers, 2, 1).bottleneck_s, 1);  // two replicas of a single stage
 }
 
 TEST(Partition, IsTheSameEveryTime) {
@@ -238,7 +241,7 @@ TEST(Partition, ManyWorkersAndTinyOrHugeFiguresStayExact) {
   const Layers denormal = {{std::numeric_limits<double>::denorm_min(), 0, 0}};
   const Partition plan = partition(denormal, std::int64_t{1} << 30, 1);
   EXPECT_EQ(plan.bottleneck_s, 0);
-  EXPECT_EQ(plan.stages, (Stages{{0, 0, 2}}));  // half of the least double rounds to zero
+  EXPECT_EQ(plan.stages, (Stages{{0, 0, 2}}));  // half of the smallest double rounds to zero
 }
 
 std::string message_of_partition(const Layers& layers, std::int64_t num_workers, double bandwidth) {

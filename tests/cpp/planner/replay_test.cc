@@ -1,5 +1,5 @@
-// Compares times per minibatch with formulas, and tests which lists are refused. tests/python/planning tests
-// whole timelines.
+// Compares times per minibatch with formulas, and tests which lists of instructions are refused.
+// tests/python/planning tests whole timelines.
 #include "planner/replay.h"
 
 #include <gtest/gtest.h>
@@ -81,14 +81,14 @@ TEST(Replay, chunks_of_a_shard_are_updated_and_leave_while_others_come) {
   stage.push_ms = stage.pull_ms = 8;
   const ScheduleOptions options = make_options("data_parallel", {2});
   EXPECT_DOUBLE_EQ(steady_ms(options, 20, Timing{{stage}, {}, std::nullopt, {}, true}), 21.0 / 2);
-  stage.num_chunks = 2;  // the link is busy from the push to the end of the pull
+  stage.num_chunks = 2;  // the link is busy from the start of the push to the end of the pull
   EXPECT_DOUBLE_EQ(steady_ms(options, 20, Timing{{stage}, {}, std::nullopt, {}, true}), 19.0 / 2);
   stage.updates_whole = true;
   EXPECT_DOUBLE_EQ(steady_ms(options, 20, Timing{{stage}, {}, std::nullopt, {}, true}), 21.0 / 2);
 }
 
 TEST(Replay, what_leaves_by_one_link_waits_for_each_other) {
-  // The stage in the middle sends 4 ms downstream and 4 ms upstream of each minibatch.
+  // For each minibatch the middle stage sends 4 ms downstream and 4 ms upstream.
   const std::vector<StageDurations> stages(3, make_stage(1, 2));
   const std::vector<BoundaryDurations> boundaries(2, {4, 4, 0});
   ScheduleOptions options = make_options("pipedream", {1, 1, 1});
@@ -98,7 +98,8 @@ TEST(Replay, what_leaves_by_one_link_waits_for_each_other) {
 }
 
 TEST(Replay, what_replicas_send_one_worker_comes_by_its_one_link) {
-  // Three replicas work at once: a minibatch takes 3 / 3 ms of compute, and each activation takes 4 ms.
+  // Three replicas compute at once, so a minibatch takes 3 / 3 ms of compute. Each activation takes 4 ms on
+  // the link.
   StageDurations last = make_stage(0.25, 0.5);
   ScheduleOptions options = make_options("pipedream", {3, 1});
   options.in_flight = {8, 1};
@@ -112,8 +113,8 @@ TEST(Replay, an_item_waits_for_its_link_and_not_for_the_latency_of_the_one_befor
   const std::vector<StageDurations> stages(2, make_stage(1, 2));
   EXPECT_DOUBLE_EQ(steady_ms(make_options("model_parallel", {1, 1}), 4, Timing{stages, {{0.5, 0.75, 0.125}}}),
                    6 + 0.5 + 0.75 + 2 * 0.125);
-  // Two microbatches arrive one behind the other. Then come the last forward, both backwards, and a gradient
-  // upstream.
+  // Two microbatches arrive one behind the other. Then come the last forward, both backwards, and the last
+  // gradient upstream.
   EXPECT_DOUBLE_EQ(steady_ms(make_options("gpipe", {1, 1}, 2), 4, Timing{stages, {{4, 0, 1}}}),
                    1 + (4 + 4 + 1) + 1 + 2 * 2 + 1 + 2);
 }
@@ -136,12 +137,12 @@ TEST(Replay, who_waits_wakes_for_its_next_item_of_each_kind) {
   for (StageDurations& stage : stages) {
     stage.wakings = {{0.25, 0.5, 0}};
   }
-  // The forward and the backward of each stage come after a wait of 3 ms.
+  // Each forward and each backward begins after a wait of 3 ms.
   const ScheduleOptions in_turn = make_options("model_parallel", {1, 1});
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, std::nullopt, {2.0}}), 6 + 2 * 0.25 + 2 * 0.5);
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, SharedCores{2, {1, 1}}, {2.0}}),
                    6 + 2 * 0.25 + 2 * 0.5);
-  // Adds extra time that work takes only after a longer wait.
+  // This cost applies only after a wait of more than 3 ms.
   for (StageDurations& stage : stages) stage.wakings.push_back({1, 0, 0});
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, std::nullopt, {2.0, 3.0}}),
                    6 + 2 * 1.25 + 2 * 0.5);
@@ -167,8 +168,8 @@ TEST(Replay, spares_and_asynchronous_shards_answer_beside_the_lists) {
   stage.push_ms = stage.pull_ms = 2;
   ScheduleOptions served = make_options("data_parallel", {2});
   served.asynchronous = true;
-  // A round takes 3 for forward and backward, 2 for the push, 0.5 for the owner's update and 2 for the
-  // answer. The replica's own update runs meanwhile.
+  // A round takes 7.5 ms: 3 for forward and backward, 2 for the push, 0.5 for the owner's update and 2 for
+  // the answer. The replica's own update runs meanwhile.
   EXPECT_DOUBLE_EQ(steady_ms(served, 24, Timing{{stage}, {}}), 7.5 / 2);
   stage.num_replicas = 3;
   stage.spare_push_ms = 4;
@@ -176,8 +177,8 @@ TEST(Replay, spares_and_asynchronous_shards_answer_beside_the_lists) {
   stage.spare_update_ms = 0.25;
   ScheduleOptions spared = make_options("pipedream", {3});
   spared.placement = Placement::in_order({3}, {1});
-  // Each replica pushes to two other replicas and to the spare, one after the other. Then the spare's answer
-  // comes.
+  // Each replica pushes to two other replicas and to the spare, one after the other. Then it waits for the
+  // spare's answer. A spare owns a shard but computes no minibatches.
   EXPECT_GT(steady_ms(spared, 30, Timing{{stage}, {}}), (3.0 + 2 + 2 + 4) / 3);
 }
 
@@ -188,7 +189,7 @@ TEST(Replay, each_worker_draws_from_decks_of_its_own_and_the_means_hold) {
   timing.spread.factors[Opcode::kForward] = {0.5, 1.5};
   timing.spread.shuffled = [&](std::size_t worker, Opcode opcode) {
     asked.emplace_back(worker, opcode);
-    return std::vector<double>{0.5, 1.5};  // the last one is drawn first
+    return std::vector<double>{0.5, 1.5};  // drawn from the end: 1.5 first
   };
   const std::vector<std::vector<Instruction>> programs =
       programs_of(make_options("model_parallel", {1, 1}), 4);

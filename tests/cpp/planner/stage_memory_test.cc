@@ -1,5 +1,4 @@
-// Tests a stage's memory, term by term. limited_partition_test.cc tests the search that keeps within the
-// memory.
+// Tests a stage's memory, term by term. limited_partition_test.cc tests the search for plans that fit.
 #include "planner/stage_memory.h"
 
 #include <gtest/gtest.h>
@@ -26,8 +25,9 @@ std::vector<double> memory_of_two(std::int64_t first_replicas, std::int64_t last
 
 constexpr double kDropped = 2 * 10;  // by a backward
 
-// The memory of a straight plan with three microbatches in flight at the first stage. Each stage has 60 bytes
-// of parameters. A minibatch has 40 bytes at the boundary, 80 saved bytes, and 16 bytes of data.
+// Returns the memory of each stage of a straight plan, with three microbatches in flight at the first stage.
+// Each stage has 60 bytes of parameters. A minibatch has 40 bytes at the boundary, 80 saved bytes, and 16
+// bytes of data.
 std::vector<double> memory_with_microbatches(std::int64_t m) {
   const std::vector<LayerCost> layers = {{.compute_s = 1, .activation_bytes = 40, .parameter_bytes = 60},
                                          {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 60}};
@@ -59,15 +59,15 @@ TEST(StageMemory, ReplicasKeepTheVersionsOfTheirRounds) {
 }
 
 TEST(StageMemory, AStraightPlanHasAnEdgeEachWay) {
-  // The first stage has n (saved + output) and two slots. The second has two slots for its one microbatch in
-  // flight, the saved tensors, and two gradients.
+  // The first stage has the saved tensors and the output of each minibatch in flight, and two slots. The
+  // second has two slots, the saved tensors of its one minibatch in flight, and two gradients.
   EXPECT_EQ(memory_of_two(1, 1, {2, 1}, 100),
             (std::vector<double>{2 * 110 + 2 * 10 + kDropped, 2 * 10 + 100 + 2 * 10 + kDropped}));
 }
 
 TEST(StageMemory, OfEachReplicaUpstreamThereAreSlotsAndGradientsThatWait) {
-  // There are two edges with two slots each. Of the four microbatches in flight upstream one is at this
-  // stage, which leaves three gradients; one more gradient is released late.
+  // There are two edges with two slots each. Four microbatches are in flight upstream. One of them is at this
+  // stage, which leaves three gradients. One more gradient is released late.
   EXPECT_EQ(memory_of_two(2, 1, {2, 1}, 100)[1], 4 * 10 + 100 + (3 + 1) * 10 + kDropped);
   // Three edges, six in flight.
   EXPECT_EQ(memory_of_two(3, 1, {2, 1}, 100)[1], 6 * 10 + 100 + (5 + 1) * 10 + kDropped);
@@ -97,8 +97,8 @@ TEST(StageMemory, ARecomputeKeepsOutputsUntilTheyHaveLeftAndGradientsOfAllInFlig
                                  2 * 10 + 100 + 10 + (3 + 1) * 10 + kDropped}));
 }
 
-// The bytes that codecs add to a plan of two stages. 10 bytes at the boundary are encoded to 5 as
-// activations, and to 2 as gradients, which have a residual of 10.
+// Returns the bytes that codecs add to each stage of a plan of two stages. The boundary has 10 bytes. As
+// activations they are encoded to 5 bytes, and as gradients to 2 bytes, with a residual of 10.
 std::vector<double> encoded_of_two(std::int64_t first_replicas, std::int64_t last_replicas,
                                    std::vector<std::int64_t> in_flight, bool stages_apart) {
   const MemoryCosts costs{.model_copies = 0,
@@ -145,8 +145,7 @@ TEST(StageMemory, TheBoundForAnyStageUpstreamHoldsWithCodecs) {
 }
 
 TEST(StageMemory, TheSearchTakesOtherReplicasWhereOneEdgeMoreDoesNotFit) {
-  // With less memory the search must use one replica of the first stage, because the second stage then has
-  // one edge less.
+  // With less memory the first stage must have one replica, because the second stage then has one edge less.
   std::vector<LayerCost> layers = {{.compute_s = 4, .activation_bytes = 10, .parameter_bytes = 0},
                                    {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 0}};
   const std::vector<LayerMemory> memory = {{.saved_bytes = 0, .forward_s = 0},
@@ -157,7 +156,7 @@ TEST(StageMemory, TheSearchTakesOtherReplicasWhereOneEdgeMoreDoesNotFit) {
   limits.memory_bytes = {200, 200, 200};
   const auto roomy = partition_within(layers, memory, 3, 1e9, limits);
   ASSERT_TRUE(roomy.has_value());
-  EXPECT_EQ(roomy->bottleneck_s, 5.0 / 3);  // all layers at all workers
+  EXPECT_EQ(roomy->bottleneck_s, 5.0 / 3);  // one stage with three replicas
   limits.last_layers = {0, 1};
   const auto cut = partition_within(layers, memory, 3, 1e9, limits);
   ASSERT_TRUE(cut.has_value());
@@ -169,7 +168,7 @@ TEST(StageMemory, TheSearchTakesOtherReplicasWhereOneEdgeMoreDoesNotFit) {
   EXPECT_EQ(tight->stages, (std::vector<PlannedStage>{{0, 0, 1}, {1, 1, 1}}));
 }
 
-// The weights' memory at each of r replicas, with one version of 90 bytes in two layers of 60 and 30.
+// Returns the weights' memory at each of r replicas. A version has 90 bytes, in two layers of 60 and 30.
 double weights_of(std::int64_t replicas, const MemoryCosts& costs) {
   const std::vector<LayerCost> layers = {{.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 60},
                                          {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 30}};
@@ -191,9 +190,10 @@ TEST(StageMemory, ShardsOfWholeTensorsAreUnequal) {
   const MemoryCosts even{.model_copies = 0, .state_copies = 1, .posts_versions = true};
   MemoryCosts whole = even;
   whole.whole_tensors = true;
-  // Two thirds of the largest tensor are more than a third of all parameters. So a shard may have
-  // 30 + 60 * 2 / 3 bytes. All gradients may need copies for other replicas. For each other replica there are
-  // slots for a shard and for one more largest tensor. An update has the mean of the whole shard at once.
+  // A shard may begin just before the largest tensor. Two thirds of that tensor are more than a third of all
+  // parameters, so a shard may have 30 + 60 * 2 / 3 bytes. All gradients may need copies for other replicas.
+  // For each other replica there are slots for a shard and for one more largest tensor. An update has the
+  // mean of the whole shard at once.
   const double shard = 30 + 60 * 2 / 3.0;
   EXPECT_DOUBLE_EQ(weights_of(3, whole), 2 * 90 + 90 + shard + 2 * (shard + 60) + shard);
   EXPECT_EQ(weights_of(3, even), 2 * 90 + 60 + 30 + 2 * 30);
@@ -204,7 +204,7 @@ TEST(StageMemory, StalenessKeepsVersionsAndEverySecondRoundGradients) {
   const auto with = [](std::int64_t replicas, std::int64_t staleness) {
     return weights_of(replicas, {.model_copies = 0, .posts_versions = true, .staleness = staleness});
   };
-  const double gradients = 90 + 45;  // with the copies
+  const double gradients = 90 + 45;  // gradients and their copies
   EXPECT_EQ(with(2, 1) - with(2, 0), 90 + gradients);
   EXPECT_EQ(with(2, 2) - with(2, 0), 2 * 90 + gradients);
   EXPECT_EQ(with(2, 3) - with(2, 0), 3 * 90 + 2 * gradients);
@@ -218,7 +218,7 @@ TEST(StageMemory, WhoReducesTogetherHasNoShards) {
 
 TEST(StageMemory, BesideSparesAReplicaMayOwnNothingAndWaitForThem) {
   const MemoryCosts costs{.model_copies = 0, .posts_versions = true, .has_spares = true};
-  EXPECT_EQ(weights_of(3, costs), 90 + 90 + 90 + 2 * 30);  // a version, gradients and copies, slots
+  EXPECT_EQ(weights_of(3, costs), 90 + 90 + 90 + 2 * 30);  // a version, gradients, their copies, and slots
   const double with_two = replica_weight_bytes({.all = 90}, 3, 2, {.most = 1 / 3.0}, costs);
   EXPECT_DOUBLE_EQ(with_two, 2 * 90 + 2 * (90 + 90) + 2 * 30);
 }
@@ -232,8 +232,8 @@ TEST(StageMemory, AsynchronousShardsAreOnceMoreAtTheirOwnerAndForEachOtherReplic
   const auto of = [&](std::int64_t replicas, bool asynchronous) {
     return weights_of(replicas, {.model_copies = 0, .step_copies = 2, .asynchronous = asynchronous});
   };
-  // The difference is 90 / 3 for the owner's shard, two copies of the shard, and a step's temporaries for the
-  // largest layer.
+  // Asynchronous shards add three terms: 90 / 3 for the owner's shard, two copies of the shard, and a step's
+  // temporaries for the largest layer.
   EXPECT_EQ(of(3, true) - of(3, false), 90 + 2 * 60);
   EXPECT_EQ(of(1, true), of(1, false));
 }

@@ -1,4 +1,5 @@
-// Tests the summary of a timeline: the bubble, and the window after every warm-up and before every cool-down.
+// Tests the summary of a timeline: the bubble, and the window between the last warm-up and the first
+// cool-down.
 #include "planner/timeline.h"
 
 #include <gtest/gtest.h>
@@ -10,8 +11,8 @@
 namespace pipedream {
 namespace {
 
-// Makes steps from a text such as "F0 B0 U0". Each takes a millisecond, one after the other from begin_ms on;
-// "-" is a millisecond of waiting.
+// Makes steps from a text such as "F0 B0 U0". Each step takes 1 ms, and the first begins at begin_ms. "-"
+// stands for 1 ms of waiting.
 std::vector<TimedStep> row_of(const std::string& text, double begin_ms = 0) {
   std::vector<TimedStep> row;
   double now_ms = begin_ms;
@@ -39,7 +40,7 @@ TEST(Timeline, shares_are_of_all_workers_time) {
 }
 
 TEST(Timeline, the_window_leaves_out_what_is_started_before_the_first_update_at_both_ends) {
-  // Two minibatches are started before the first update, so one minibatch is left out at either end.
+  // Two minibatches are started before the first update, so one minibatch is left out at each end.
   const TimelineSummary summary = summarize({row_of("F0 F1 B0 U0 F2 B1 U1 - F3 B2 U2 B3 U3")});
   ASSERT_TRUE(summary.steady);
   EXPECT_DOUBLE_EQ(summary.steady->ms_per_minibatch, 11 - 7);  // from U1 to U2

@@ -22,7 +22,7 @@
 namespace pipedream {
 namespace {
 
-// A host device that counts the pool's allocations, and has as little memory as a test needs.
+// A host device that counts the pool's allocations. A test can set how little memory it has.
 class CountingDevice final : public Device {
  public:
   explicit CountingDevice(std::size_t num_bytes_max = std::numeric_limits<std::size_t>::max(),
@@ -114,7 +114,7 @@ TEST_F(PoolTest, ATermWithMemoryOfItsOwnLiesThereAlone) {
   pool_.add({"nothing", 0, 2, MemoryKind::kDevice, true, allocate});
   pool_.add({"gradients", 1024, 1, MemoryKind::kDevice});
   pool_.seal();
-  ASSERT_EQ(own.size(), 1U);  // for no bytes nothing is made
+  ASSERT_EQ(own.size(), 1U);  // a term of no bytes allocates nothing
   EXPECT_EQ(own[0].first, 1024U);
   // The term `received` leaves no gap between the other terms, and counts in the sum like any term.
   const std::vector<std::pair<std::size_t, MemoryKind>> expected = {{4096, MemoryKind::kDevice}};
@@ -181,11 +181,11 @@ TEST_F(PoolTest, AMovedLeaseGivesItsSlotBackOnce) {
   Lease second = group.lease();
   std::byte* const data = first.data();
   Lease moved(std::move(first));
-  EXPECT_FALSE(first.valid());  // NOLINT(bugprone-use-after-move): that is the point
+  EXPECT_FALSE(first.valid());  // NOLINT(bugprone-use-after-move): the test is about this
   EXPECT_EQ(first.data(), nullptr);
   EXPECT_EQ(moved.data(), data);
   EXPECT_EQ(group.num_free(), 0);
-  second = std::move(moved);  // gives back what second held
+  second = std::move(moved);  // gives back the slot of `second`
   EXPECT_EQ(group.num_free(), 1);
   EXPECT_EQ(second.data(), data);
   second.release();
@@ -227,7 +227,7 @@ TEST_F(PoolTest, OnReleaseRunsOnceAfterEachReleaseAndMayLease) {
   EXPECT_EQ(num_releases, 0);
   lease.release();
   EXPECT_TRUE(could_lease);
-  EXPECT_EQ(num_releases, 2);  // the callback's own lease counts too
+  EXPECT_EQ(num_releases, 2);  // counts the release of the callback's own lease too
 }
 
 TEST_F(PoolTest, DescribeHasOneTermALineThenTheSums) {
@@ -317,8 +317,8 @@ TEST_F(PoolTest, ThreadsNeverHoldTheSameSlotAtOnce) {
       for (int round = 0; round < kNumRounds; ++round) {
         const std::optional<Lease> lease = group.try_lease();
         if (!lease) continue;
-        // The writes are not guarded: only the lease keeps other threads away. ThreadSanitizer checks that it
-        // does.
+        // No mutex guards the writes, because the lease keeps other threads away. ThreadSanitizer checks that
+        // it does.
         int owner = thread;
         std::memcpy(lease->data(), &owner, sizeof(owner));
         std::memcpy(&owner, lease->data(), sizeof(owner));
@@ -427,7 +427,7 @@ TEST_F(PoisonTest, MemoryThatTheCpuCannotWriteIsLeftAlone) {
   EXPECT_TRUE(is_poison(staging_slots.lease()));
 }
 
-// ---- On a device of its own memory ----
+// ---- On a device with memory that the host cannot touch ----
 
 TEST(PoolOnCuda, SlotsOfBothKindsHoldWhatItsStreamsWriteAndAreNotPoisoned) {
   if (!cuda_available()) GTEST_SKIP() << "no CUDA device, and no stand-in for one";

@@ -41,7 +41,8 @@ TEST_F(SegmentArenaTest, ASegmentIsGivenAgainOnlyWhenNobodyUsesItAnyMore) {
   int num_waits = 0;
   SegmentArena arena(memory_.data(), kBytes, [&] {
     ++num_waits;
-    EXPECT_EQ(waiting->allocate(1), nullptr);  // a stream may still write there
+    // The memory is not free yet, because a stream may still write there.
+    EXPECT_EQ(waiting->allocate(1), nullptr);
   });
   waiting = &arena;
   std::byte* const segment = arena.allocate(kBytes);
@@ -83,7 +84,7 @@ TEST_F(SegmentArenaTest, MemoryThatIsNotAlignedLosesItsBeginningOnly) {
 }
 
 TEST_F(SegmentArenaTest, SegmentsNeverOverlapUnderARandomTrace) {
-  std::mt19937 random(1);  // NOLINT(cert-msc51-cpp): the same trace every time
+  std::mt19937 random(1);  // NOLINT(cert-msc51-cpp): a fixed seed, so that each run has the same trace
   std::map<std::byte*, std::size_t> held;
   for (int step = 0; step < 20'000; ++step) {
     const bool frees = !held.empty() && random() % 2 == 0;

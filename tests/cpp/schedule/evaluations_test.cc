@@ -27,7 +27,8 @@ Programs make_evaluating(const ScheduleOptions& options, std::int64_t num_miniba
   return programs;
 }
 
-// The computing instructions of one worker as text: "F0 F1 B0 U0 E1.0 E1.1".
+// Returns the computing instructions of one worker as text: "F0 F1 B0 U0 E1.0 E1.1". E1.0 evaluates
+// validation minibatch 0 before minibatch 1.
 std::string evaluations_on_paper(const ScheduleOptions& options, std::int64_t worker,
                                  std::int64_t num_minibatches, const std::vector<Evaluated>& evaluated) {
   std::string text;
@@ -130,8 +131,8 @@ std::string name_of(const ScheduleOptions& options) {
   return name + (options.ties.empty() ? "" : ", tied") + (options.uses_allreduce ? ", allreduce" : "");
 }
 
-// One evaluation at every boundary between minibatches: some with more validation minibatches than an edge
-// holds, and some with none.
+// Returns one evaluation at every boundary between minibatches. Every second one has 7 validation
+// minibatches, more than an edge holds; the others have none.
 std::vector<Evaluated> everywhere(const ScheduleOptions& options, std::int64_t num_minibatches) {
   std::vector<Evaluated> evaluated;
   const std::int64_t group = minibatches_between_drains(options);
@@ -197,8 +198,8 @@ TEST(Evaluations, AtOtherPlacesAreRefusedByTheValidator) {
 }
 
 TEST(Evaluations, ThatWaitForEachOtherAreADeadlock) {
-  // The last stage's block is moved behind an instruction that needs a forward of the first stage. The first
-  // stage does that forward only after its own block, which waits for the last stage.
+  // The last stage's evaluation is moved behind an instruction that needs a forward of the first stage. The
+  // first stage does that forward only after its own evaluation, which waits for the last stage.
   const ScheduleOptions options = evaluating(make_options("unstashed", {2, 1}, 4));
   const std::vector<Evaluated> evaluated = {{MinibatchId(1), 9}};
   Programs programs = make_evaluating(options, 3, evaluated);

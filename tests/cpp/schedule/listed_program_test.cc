@@ -159,7 +159,7 @@ TEST(ListedProgram, OfASchedulesNameComputesTheSameAtEveryLength) {
     for (Rank rank; rank.value() < num_workers(named); rank = rank.next()) {
       for (std::int64_t length = 0; length < 14; ++length) {
         EXPECT_EQ(make_compute_program(listed, rank, length), make_compute_program(named, rank, length));
-        // If all reads are of the newest version, a list of "naive" does not show that pulls come right after
+        // The list of "naive" only reads newest versions. So it does not show that pulls come right after
         // updates.
         if (named.schedule == "naive" && has_replicas(named)) continue;
         EXPECT_EQ(make_program(listed, rank, length), make_program(named, rank, length)) << length;
@@ -358,8 +358,8 @@ TEST(ListedProgram, NamesWhatCannotRunWithItsLine) {
             std::string::npos);
 }
 
-// Each of these texts leaves a minibatch without an update. Without the error a search for that update would
-// never end.
+// Each of these texts leaves a minibatch without an update. If the text were accepted, a search for that
+// update would never end.
 TEST(ListedProgram, NamesALineThatIsOutOfOrder) {
   const auto one_stage = [](const std::string& updated, const std::string& forwarded) {
     return refusal("worker 0\nbody every 1 minibatch\nFORWARD stage 0 minibatch " + forwarded +
@@ -392,8 +392,8 @@ TEST(ListedProgram, NamesTheTimeOfTheBodyAtWhichARunWouldFail) {
       "forward is line 8: let the forward read version 1");
 }
 
-// Each stage has two microbatches per minibatch. The warm-up has only the first microbatch of minibatch 0. So
-// lines of the body that read version 0 at first read version 1 in the next repetition.
+// Each minibatch has two microbatches, and the warm-up has only the first microbatch of minibatch 0. So a
+// line of the body may read version 0 at first, and version 1 in the next repetition.
 constexpr const char* kHalfAMinibatchAhead = R"(
 worker 0
 warm-up
@@ -418,7 +418,7 @@ TEST(ListedProgram, NotesTheFirstBackwardThatReadsAnotherVersionThanItsForward) 
           .to_text()
           .find("\n# BACKWARD stage 0 minibatch 1 microbatch 0 reads version 1, and its forward version 0"),
       std::string::npos);
-  // The program that the note asks for.
+  // This is the program that the note asks for.
   EXPECT_EQ(note_on(R"(
 worker 0
 warm-up
@@ -439,8 +439,8 @@ UPDATE stage 0 minibatch 1 writes version 2
   EXPECT_EQ(note_on(kByPairs), "");
 }
 
-// The warm-up has three forwards. In the second repetition of the body, the backward reads a version that is
-// two updates newer than its forward's version.
+// The warm-up has three forwards. From the second repetition on, a backward reads a version that is two
+// updates newer than its forward's version.
 TEST(ListedProgram, NotesHowManyMinibatchesBelongIntoTheWarmUp) {
   EXPECT_NE(note_on(R"(
 worker 0
@@ -470,7 +470,7 @@ TEST(ListedProgram, NotesTheVersionToReadWhereALineNamesAnother) {
   }
 }
 
-// Stage 0 has two replicas, so its rounds have two minibatches; stage 1 has one replica.
+// Stage 0 has two replicas, so its updates are of two minibatches each. Stage 1 has one replica.
 constexpr const char* kReplicated = R"(
 worker 0
 body every 2 minibatches
@@ -575,8 +575,8 @@ TEST(ListedProgram, OfSeveralStagesAtAWorkerNeedNotDrain) {
             std::string::npos);
 }
 
-// For one microbatch all stages read the same version of a tied parameter: the one that the input stage has
-// read, or the one that the owner has read if that is older.
+// All stages read the same version of a tied parameter in one microbatch. It is the version that the input
+// stage has read, or the owner's if that is older.
 TEST(ListedProgram, ReadsTiedParametersAsTheScheduleOfItsNameDoes) {
   for (const ScheduleOptions& plain : named_schedules()) {
     ScheduleOptions named = plain;
@@ -606,8 +606,8 @@ TEST(ListedProgram, ReadsTiedParametersAsTheScheduleOfItsNameDoes) {
   }
 }
 
-// The versions that are read go up and down. A microbatch may read an older version than the microbatch
-// before it. So a tied version that has come is kept until no later microbatch reads it.
+// The versions that are read go up and down: a microbatch may read an older version than the microbatch
+// before it. So a received tied version is kept until no later microbatch reads it.
 TEST(ListedProgram, KeepsTiedVersionsThatAreReadAgain) {
   std::string text = kDrainsAfterThree;
   for (const char* stage : {"0", "1"}) {

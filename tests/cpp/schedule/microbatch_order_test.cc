@@ -8,8 +8,8 @@
 namespace pipedream {
 namespace {
 
-// "a0 a1 b0 b1 a2 - b2 -": the letters are chunks, the numbers microbatches, and '-' is a position that has
-// no microbatch.
+// Writes the order as text, "a0 a1 b0 b1 a2 - b2 -". The letters are chunks and the numbers microbatches. '-'
+// is a position without a microbatch.
 std::string on_paper(const MicrobatchOrder& order, bool is_backward) {
   std::string text;
   for (std::int64_t position = 0; position < order.num_positions(); ++position) {

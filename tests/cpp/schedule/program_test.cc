@@ -1,5 +1,5 @@
-// Tests that programs have the shape that the papers show and the weight versions of the formulas, and that a
-// cursor gives the same instructions.
+// Tests that programs have the order that the papers show, and the weight versions of the formulas. Also
+// tests that a cursor gives the same instructions.
 #include "schedule/program.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 namespace pipedream {
 namespace {
 
-// The versions of all instructions of one opcode, in program order.
+// Returns the versions of all instructions of one opcode, in program order.
 Counts versions_of(Opcode opcode, const ScheduleOptions& options, std::int64_t worker,
                    std::int64_t num_minibatches) {
   Counts versions;
@@ -91,7 +91,7 @@ TEST(Naive, BackwardReadsTheNewestVersion) {
   EXPECT_EQ(versions_of(Opcode::kBackward, options, 0, 5), (Counts{0, 1, 2, 3, 4}));
 }
 
-// PipeDream-2BW (ICML'21), figure 2: 4 workers, 4 microbatches per minibatch.
+// The expected text is figure 2 of PipeDream-2BW (ICML'21): 4 workers, 4 microbatches per minibatch.
 TEST(TwoBw, HasTheShapeOnPaper) {
   const ScheduleOptions options = make_options("2bw", {4, 3, 2, 1}, 4);
   EXPECT_EQ(on_paper(options, 0, 3),
@@ -105,7 +105,7 @@ TEST(TwoBw, MicrobatchKReadsThePapersVersionAtEveryStage) {
   for (std::int64_t num_microbatches = 4; num_microbatches <= 7; ++num_microbatches) {
     const ScheduleOptions options = make_options("2bw", {4, 3, 2, 1}, num_microbatches);
     for (std::int64_t worker = 0; worker < 4; ++worker) {
-      std::int64_t k = 1;  // counted through the run, as in the paper
+      std::int64_t k = 1;  // numbers the microbatches of the run from 1, as in the paper
       for (const std::int64_t version : versions_of(Opcode::kForward, options, worker, 6)) {
         EXPECT_EQ(version, std::max<std::int64_t>((k - 1) / num_microbatches - 1, 0));
         ++k;
@@ -153,7 +153,8 @@ TEST(ModelParallel, HasOneMicrobatchInFlightWhateverThePlanSays) {
             "F0.0 B0.0 F0.1 B0.1 U0 F1.0 B1.0 F1.1 B1.1 U1");
 }
 
-// Megatron-LM (SC'21), figure 4, lower half: 4 workers, 2 chunks each, 8 microbatches.
+// The expected text is figure 4, lower half, of Megatron-LM (SC'21): 4 workers, 2 chunks each, 8
+// microbatches.
 TEST(Interleaved, HasMegatronsOrder) {
   const ScheduleOptions options = make_interleaved(4, 2, 8);
   EXPECT_EQ(on_paper(options, 0, 1),
@@ -181,7 +182,7 @@ TEST(Interleaved, OneChunkPerWorkerIsFlush) {
       const ScheduleOptions flush = make_options("flush", straight(num_workers), num_microbatches);
       EXPECT_EQ(make_compute_programs(make_interleaved(num_workers, 1, num_microbatches), 3),
                 make_compute_programs(flush, 3));
-      // Whatever the plan's number in flight is.
+      // The plan's number of microbatches in flight changes nothing.
       ScheduleOptions interleaved = make_options("interleaved", flush.in_flight, num_microbatches);
       interleaved.in_flight.assign(interleaved.in_flight.size(), 7);
       EXPECT_EQ(make_compute_programs(interleaved, 3), make_compute_programs(flush, 3));
@@ -189,7 +190,7 @@ TEST(Interleaved, OneChunkPerWorkerIsFlush) {
   }
 }
 
-// A second implementation of the table in docs/schedules.md.
+// Computes the version by the table of docs/schedules.md, as a second implementation.
 std::int64_t version_by_formula(const std::string& schedule, const Counts& in_flight, std::size_t stage,
                                 std::int64_t minibatch, std::int64_t microbatch, std::int64_t m) {
   const std::int64_t k = minibatch * m + microbatch;
@@ -370,7 +371,7 @@ TEST(Phase, OfADrainingScheduleDoesNotDependOnTheNumberOfMinibatches) {
   }
 }
 
-// Walks a cursor that learns the number of minibatches just before its `num_known_from`-th step.
+// Walks a cursor, which is told the number of minibatches just before its step `num_known_from`.
 Instructions walk(const ScheduleOptions& options, std::int64_t worker, std::int64_t num_minibatches,
                   std::size_t num_known_from) {
   ComputeCursor cursor(options, Rank(worker));
@@ -384,8 +385,8 @@ Instructions walk(const ScheduleOptions& options, std::int64_t worker, std::int6
   }
 }
 
-// The number of steps before the cursor would first forward a minibatch that does not exist: the latest
-// moment at which it can learn the number of minibatches.
+// Returns the number of steps before the cursor would forward a minibatch that does not exist. This is the
+// latest moment at which the cursor can be told the number of minibatches.
 std::size_t num_steps_until_asked(const ScheduleOptions& options, std::int64_t worker,
                                   std::int64_t num_minibatches) {
   ComputeCursor cursor(options, Rank(worker));

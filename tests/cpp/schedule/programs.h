@@ -17,7 +17,8 @@ using Counts = std::vector<std::int64_t>;
 using Instructions = std::vector<Instruction>;
 using Programs = std::vector<Instructions>;
 
-// S, S - 1, ..., 1: the numbers of microbatches in flight that a pipeline without replicas needs.
+// Returns S, S - 1, ..., 1: the numbers of microbatches in flight that a pipeline of S stages without
+// replicas needs.
 inline Counts straight(std::int64_t num_stages) {
   return derive_in_flight(Counts(static_cast<std::size_t>(num_stages), 1));
 }
@@ -31,7 +32,7 @@ inline ScheduleOptions make_options(const std::string& schedule, const Counts& i
   return options;
 }
 
-// The reason for which the options are refused; empty when they are accepted.
+// Returns the reason for which the options are refused, or "" if they are accepted.
 inline std::string error_of(const ScheduleOptions& options) {
   try {
     check_schedule_options(options);
@@ -51,7 +52,7 @@ inline ScheduleOptions make_interleaved(std::int64_t num_workers, std::int64_t n
   return options;
 }
 
-// Options for these numbers of replicas; the number of microbatches in flight is derived from them.
+// Returns options for these numbers of replicas. The number of microbatches in flight is derived from them.
 inline ScheduleOptions make_replicated(const std::string& schedule, const Counts& num_replicas,
                                        std::int64_t num_microbatches = 1, std::int64_t staleness = 0) {
   ScheduleOptions options = make_options(schedule, derive_in_flight(num_replicas), num_microbatches);
@@ -68,8 +69,7 @@ inline Programs make_programs(const ScheduleOptions& options, std::int64_t num_m
   return programs;
 }
 
-// Makes the lists of computing instructions, without transfers. The next function adds transfers to them by
-// add_transfers().
+// Makes the lists of computing instructions, without transfers. make_programs() adds the transfers.
 inline Programs make_compute_programs(const ScheduleOptions& options, std::int64_t num_minibatches) {
   Programs programs;
   for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
@@ -97,9 +97,9 @@ inline std::vector<std::string> pipeline_schedules() {
   return names;
 }
 
-// The computing instructions as text: "F0 F1 | F2 B0 U0 | B1 U1", in which the numbers are minibatches and
-// the bars separate the phases. With microbatches "F0.1"; if the worker has several stages, the stage comes
-// first: "F4:0.1".
+// Returns the computing instructions as text: "F0 F1 | F2 B0 U0 | B1 U1". The numbers are minibatches, and
+// the bars separate the phases. Microbatch 1 of minibatch 0 is "F0.1". If the worker has several stages, the
+// stage comes first: "F4:0.1".
 inline std::string on_paper(const ScheduleOptions& options, std::int64_t worker,
                             std::int64_t num_minibatches) {
   std::string text;

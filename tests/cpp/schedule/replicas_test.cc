@@ -14,9 +14,13 @@
 namespace pipedream {
 namespace {
 
-// A program as text: "F0 B0 >1:0 <1:1 Rn1:0 Sn1:0 U0 }1:0 {1:0". ">" is a push to a replica and "<" a push
-// from a replica. "}" is a pull sent to a replica and "{" a pull from a replica. "Rn" receives a norm from a
-// rank and "Sn" sends a norm to a rank. Activations and gradients are left out.
+// Returns a program as text: "F0 B0 >1:0 <1:1 Rn1:0 Sn1:0 U0 }1:0 {1:0". Each transfer has the other rank or
+// replica and the minibatch.
+// - ">" is a push to a replica, "<" a push from a replica.
+// - "}" is a pull sent to a replica, "{" a pull from a replica.
+// - "Rn" receives a norm from a rank, "Sn" sends a norm to a rank.
+//
+// Activations and gradients are left out.
 std::string sync_on_paper(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
   std::string text;
   for (const Instruction& instruction : make_program(options, Rank(rank), num_minibatches)) {
@@ -79,8 +83,8 @@ TEST(Replicas, StalenessLetsTheUpdateWaitForHalfAsManyMoreRounds) {
   EXPECT_EQ(sync_on_paper(options, 0, 8),
             "F0 F2 B0 >1:0 F4 B2 >1:2 <1:1 U0 }1:0 {1:0 F6 B4 >1:4 <1:3 U2 }1:2 B6 >1:6 <1:5 U4 }1:4 <1:7 U6 "
             "}1:6 {1:2 {1:4 {1:6");
-  // A stage with one replica updates at once, because it waits for no other replica. Nevertheless it reads a
-  // version that is older by one.
+  // A stage with one replica waits for no other replica, so it updates at once. But it reads a version that
+  // is older by one, as the other stages do.
   EXPECT_EQ(on_paper(options, 2, 3), "F0 B0 U0 F1 B1 U1 F2 B2 U2");
   EXPECT_EQ(forward_version(options, StageIndex(1), MinibatchId(5)), WeightVersion(4));
   EXPECT_EQ(num_gradients_kept(options, StageIndex(0)), 2);
@@ -232,7 +236,7 @@ TEST(Replicas, OfOtherSchedulesAddUpTheNormsOfTheirStage) {
   EXPECT_EQ(sync_on_paper(options, 2, 2), "F1 B1 >0:1 <0:0 Sn1:0 Rn1:0 U0 }0:0 {0:0");
 }
 
-// A second implementation of the rules in docs/schedules.md and program.h.
+// Computes the version by the rules of docs/schedules.md and program.h, as a second implementation.
 std::int64_t version_by_formula(const ScheduleOptions& options, std::int64_t stage, std::int64_t minibatch,
                                 std::int64_t microbatch, bool of_backward) {
   const auto replicas = [&](std::int64_t of) { return options.placement.num_replicas(StageIndex(of)); };
@@ -256,7 +260,7 @@ std::int64_t version_by_formula(const ScheduleOptions& options, std::int64_t sta
 
 using Ties = std::vector<TiedStages>;
 
-// Every stage shares a parameter with every other stage.
+// Returns ties in which every stage shares a parameter with every other stage.
 Ties all_tied(std::size_t num_stages) {
   Ties ties;
   for (StageIndex owner; owner.value() < static_cast<std::int64_t>(num_stages); owner = owner.next()) {
@@ -271,7 +275,7 @@ Ties all_tied(std::size_t num_stages) {
 const std::vector<Counts> kPlans = {{2, 1},    {1, 2},    {3, 1},    {2, 2},    {3, 2},       {2, 3},
                                     {2, 1, 1}, {1, 2, 1}, {4, 2, 1}, {1, 3, 2}, {2, 3, 1, 2}, {15, 1}};
 
-// The options of every schedule that a plan with these replicas allows.
+// Returns the options of every schedule that a plan with these replicas allows.
 std::vector<ScheduleOptions> all_of(const Counts& num_replicas, std::int64_t num_microbatches) {
   std::vector<ScheduleOptions> all;
   for (const std::string& schedule : kStraightSchedules) {
@@ -284,7 +288,7 @@ std::vector<ScheduleOptions> all_of(const Counts& num_replicas, std::int64_t num
   return all;
 }
 
-// Asynchronous schedules of pipelines of several stages, and of one stage.
+// Returns asynchronous schedules of pipelines of several stages, and of one stage.
 std::vector<ScheduleOptions> all_asynchronous() {
   std::vector<ScheduleOptions> all;
   for (const Counts& plan : kPlans) {
@@ -373,8 +377,8 @@ TEST(AsynchronousShards, ThatNobodyAsksLetTheReplicaWait) {
   EXPECT_NE(error.find("SEND push stage 0 to stage 0 replica 1 minibatch 0"), std::string::npos) << error;
 }
 
-// A cursor may learn late how many minibatches there are. It gives the same instructions, and perhaps pulls
-// before a forward of a minibatch that does not exist.
+// A cursor may be told late how many minibatches there are. It gives the same instructions. Only pulls before
+// a forward of a minibatch that does not exist may be added.
 TEST(AsynchronousShards, DoTheSameHoweverLateTheEndIsKnown) {
   for (const ScheduleOptions& options : all_asynchronous()) {
     if (options.placement.num_replicas(StageIndex(0)) == 15) continue;
@@ -510,7 +514,7 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
     options.exchanges_norms = draw(2) == 1;
     options.uses_allreduce = draw(3) == 1;
     if (draw(2) == 1) options.ties = all_tied(plan.size());
-    // More microbatches in flight than needed, unless the number would then rise downstream.
+    // Puts more microbatches in flight than needed, unless the number would then rise downstream.
     const std::int64_t more = draw(3) - 1;
     for (std::size_t stage = 0; stage < plan.size(); ++stage) {
       options.in_flight[stage] +=
@@ -529,8 +533,8 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
   }
 }
 
-// The transfers of tied parameters as text: "St0" sends a tied gradient (t) to rank 0, "Rv1" receives a tied
-// version (v) from rank 1.
+// Returns the transfers of tied parameters as text. "St0" sends a tied gradient (t) to rank 0, and "Rv1"
+// receives a tied version (v) from rank 1.
 std::string ties_on_paper(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
   std::string text;
   for (const Instruction& instruction : make_program(options, Rank(rank), num_minibatches)) {
@@ -573,9 +577,9 @@ TEST(Replicas, OfAUserEachReceiveEveryVersionAndSendTheGradientsOfTheirMinibatch
   EXPECT_EQ(ties_on_paper(options, 2, 3), "F1 B1 St0:1 U0 U2 Rv0:0 Rv0:2");
 }
 
-// Computes the version of tied parameters a second time, by another implementation of the rule. If stages
-// would read different versions, all read the version that vertical_sync would read at the owner. A staleness
-// makes every version older by as much.
+// Computes the version of tied parameters by a second implementation of the rule. If stages would read
+// different versions, all read the version that vertical_sync would read at the owner. A staleness of s makes
+// every version older by s.
 TEST(Replicas, ReadTiedVersionsInRoundsOfTheirOwner) {
   for (const Counts& plan : kPlans) {
     for (const ScheduleOptions& options : all_of(plan, 4)) {
@@ -634,8 +638,8 @@ TEST(Replicas, EdgesJoinThoseThatHaveAMinibatchInCommonAndNameItsItems) {
   }
 }
 
-// A replica is never ahead of another replica by more versions than are kept. The last round is an exception,
-// because the other replica may have no minibatch in it.
+// A replica is ahead of another replica by at most as many versions as are kept. The last round is an
+// exception, because the other replica may have no minibatch in it.
 TEST(Replicas, NoMorePushesAndPullsWaitThanVersionsAreKept) {
   for (const Counts& plan : kPlans) {
     if (plan[0] == 15) continue;
@@ -651,9 +655,9 @@ TEST(Replicas, NoMorePushesAndPullsWaitThanVersionsAreKept) {
   }
 }
 
-// Walks a cursor that learns the number of minibatches when an engine does: when its next instruction is for
-// a minibatch that does not exist and receives its activation, does its forward (at a first stage), or
-// receives its push.
+// Walks a cursor, which is told the number of minibatches when an engine would learn it. That is when the
+// next instruction is for a minibatch that does not exist and receives its activation, receives its push, or
+// (at a first stage) does its forward.
 Instructions walk(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
   ProgramCursor cursor(options, Rank(rank));
   Instructions instructions;
@@ -716,7 +720,7 @@ TEST(Replicas, CursorWalksTheSameListHoweverLateItLearnsTheNumberOfMinibatches) 
 
 class BrokenReplicas : public testing::Test {
  protected:
-  // The worker's first instruction whose text begins with `text`.
+  // Finds the worker's first instruction whose text begins with `text`.
   Instructions::iterator find(std::size_t worker, const std::string& text) {
     Instructions& program = programs_.at(worker);
     const auto found = std::find_if(program.begin(), program.end(), [&](const Instruction& instruction) {
@@ -790,7 +794,7 @@ TEST_F(BrokenReplicas, ShardThatMissesTheRoundInWhichItsReplicaHasNoMinibatch) {
 }
 
 TEST(Replicas, UpdateOfALaterRoundIsRefusedEvenWhereItsBackwardsAreDone) {
-  // With a staleness of 1 the first update comes after the backward of the second round, so both backwards
+  // With a staleness of 1 the first update comes after the backward of the second round. So both backwards
   // come before it here.
   ScheduleOptions options = make_replicated("pipedream", {2}, 1, 1);
   options.uses_allreduce = true;
@@ -903,8 +907,8 @@ TEST(Replicas, OfTwoBwNeedAsManyMicrobatchesOfARoundAsAreInFlightBesideOne) {
             "update needs at least 4 microbatches of each replica: use 4");
 }
 
-// With n_s in flight, a list that is refused would wait for ever: a forward reads a version whose update
-// needs backwards that come only after this forward.
+// With the derived number of microbatches in flight, a refused list would wait for ever. A forward would read
+// a version whose update needs backwards that come only after this forward.
 TEST(Replicas, OfTwoBwAreRefusedExactlyWhereTheyWouldBeStuck) {
   for (const Counts& plan : kPlans) {
     for (std::int64_t m = 1; m <= 12; ++m) {
@@ -915,8 +919,9 @@ TEST(Replicas, OfTwoBwAreRefusedExactlyWhereTheyWouldBeStuck) {
         as_other.schedule = "pipedream";
         const Rounds rounds = rounds_of(as_other, stage);
         const std::int64_t in_flight = options.in_flight[static_cast<std::size_t>(stage.value())];
-        // Own microbatch k' reads version floor(k' / c) - 1, which needs the first c (floor(k' / c) - 1) own
-        // backwards. Before its forward k' - in_flight + 1 of them are done.
+        // c is the number of a replica's microbatches per round. Its microbatch k reads version floor(k / c)
+        // - 1, which needs its first c * (floor(k / c) - 1) backwards. Before the forward of k, k - in_flight
+        // + 1 backwards are done.
         for (std::int64_t own = 0; own < 100; ++own) {
           const std::int64_t read = std::max<std::int64_t>(0, own / rounds.own_per_round() - 1);
           waits |= read * rounds.own_per_round() > std::max<std::int64_t>(0, own - in_flight + 1);

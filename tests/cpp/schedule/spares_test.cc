@@ -111,8 +111,8 @@ TEST(Spares, AreAcceptedByTheValidatorInEveryPlanScheduleAndLength) {
   }
 }
 
-// Walks a cursor that learns the number of minibatches when an engine does: when its next instruction
-// receives the push of a minibatch that does not exist.
+// Walks a cursor, which is told the number of minibatches when an engine would learn it. That is when the
+// next instruction receives the push of a minibatch that does not exist.
 Instructions walk(const ScheduleOptions& options, Rank rank, std::int64_t num_minibatches) {
   ProgramCursor cursor(options, rank);
   Instructions instructions;

@@ -11,8 +11,8 @@
 namespace pipedream {
 namespace {
 
-// A program as text, "Ra0:0 F0 Sa2:0": R and S are followed by the kind of the edge, the stage of its other
-// end and the minibatch.
+// Returns a program as text, "Ra0:0 F0 Sa2:0". R and S are followed by the kind of the edge, the stage at its
+// other end, and the minibatch.
 std::string with_transfers_on_paper(const ScheduleOptions& options, std::int64_t rank,
                                     std::int64_t num_minibatches) {
   const std::map<EdgeKind, std::string> letters = {{EdgeKind::kActivation, "a"},
@@ -169,8 +169,9 @@ std::vector<ScheduleOptions> all_options() {
   return all;
 }
 
-// Walks a cursor that learns the number of minibatches when an engine does: when its next instruction
-// receives the activation of a minibatch that does not exist or, at a first stage, does its forward.
+// Walks a cursor, which is told the number of minibatches when an engine would learn it. That is when the
+// next instruction is for a minibatch that does not exist and receives its activation or (at a first stage)
+// does its forward.
 Instructions walk(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
   ProgramCursor cursor(options, Rank(rank));
   Instructions instructions;

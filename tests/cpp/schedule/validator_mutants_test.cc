@@ -1,6 +1,5 @@
-// Tests the validator on random programs and on mutants of these programs. A mutant that the validator
-// accepts is checked against facts that hold for every correct list; these checks use none of the validator's
-// rules.
+// Tests the validator on random programs and on mutants of these programs. An accepted mutant is checked
+// against facts that hold for every correct list. These checks use none of the validator's rules.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -58,7 +57,7 @@ ScheduleOptions draw_options(Draws& draws) {
   }
 }
 
-// Values that a mutant may have in place of one number of an instruction.
+// Changes one number of an instruction.
 void change_number(Instruction& instruction, Draws& draws) {
   const std::int64_t by = draws.from(Counts{-2, -1, 1, 2});
   switch (draws.below(5)) {
@@ -83,7 +82,7 @@ void mutate(Programs& programs, Draws& draws) {
   Instructions& program = programs[static_cast<std::size_t>(draws.below(std::ssize(programs)))];
   if (program.empty()) return;
   auto position = program.begin() + draws.below(std::ssize(program));
-  // There are few updates, but most rules are about updates. So updates are chosen more often.
+  // Updates are few, but most rules are about them. So updates are chosen more often.
   if (draws.one_in(3)) {
     position = std::find_if(position, program.end() - 1, [](const Instruction& instruction) {
       return instruction.opcode == Opcode::kUpdate;
@@ -97,7 +96,7 @@ void mutate(Programs& programs, Draws& draws) {
     case 1:
       program.insert(other, Instruction(*position));
       return;
-    case 2:  // to another place, the ones between move up
+    case 2:  // moves the instruction, and those between move up
       std::rotate(std::min(position, other), std::min(position, other) + 1, std::max(position, other) + 1);
       return;
     case 3:
@@ -114,7 +113,7 @@ std::multiset<std::string> texts_of(const Instructions& program) {
   return texts;
 }
 
-// The order in which one stage at one worker reads and writes versions and adds up gradients.
+// The order in which one stage of one worker reads and writes versions and adds up gradients.
 class StageFacts {
  public:
   explicit StageFacts(const Instructions& program, StageIndex stage) {
@@ -125,7 +124,7 @@ class StageFacts {
     }
   }
 
-  // The first fact that does not hold, or empty.
+  // Returns the first fact that does not hold, or "".
   [[nodiscard]] std::string broken(std::int64_t first_version, std::int64_t num_kept) const {
     std::int64_t newest = first_version;
     std::set<std::pair<std::int64_t, std::int64_t>> forwarded;
@@ -137,7 +136,7 @@ class StageFacts {
       const std::string text = to_string(instruction);
       if (instruction.opcode == Opcode::kUpdate) {
         if (instruction.version.value() != ++newest) return text + " skips a version";
-        // The backwards of all minibatches of this round and of earlier rounds are done.
+        // An update needs the backwards of all minibatches of its round and of earlier rounds.
         const auto next = updates_.upper_bound(instruction.minibatch.value());
         const bool is_early =
             !to_backward.empty() && (next == updates_.end() || *to_backward.begin() < *next);
@@ -161,8 +160,8 @@ class StageFacts {
   std::set<std::int64_t> updates_;
 };
 
-// Empty if the accepted mutant has the same instructions as the programs, in an order that trains correctly;
-// else the fault.
+// Returns "" if the accepted mutant has the same instructions as the programs, in an order that trains
+// correctly. Otherwise returns the fault.
 std::string find_fault(const ScheduleOptions& options, const Programs& programs, const Programs& mutant) {
   for (std::size_t worker = 0; worker < programs.size(); ++worker) {
     if (texts_of(programs[worker]) != texts_of(mutant[worker])) {
@@ -198,7 +197,7 @@ TEST(ValidatorMutants, WhatIsAcceptedDoesTheSameInAnOrderThatTrains) {
           << print_programs(mutant);
     }
   }
-  EXPECT_GT(num_accepted, 300);  // else the facts were hardly asked for
+  EXPECT_GT(num_accepted, 300);  // with fewer the facts would hardly be checked
 }
 
 }  // namespace

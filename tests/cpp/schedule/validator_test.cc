@@ -21,8 +21,8 @@ std::string name_of(const ScheduleOptions& options, std::int64_t num_minibatches
          std::to_string(num_minibatches) + " minibatches";
 }
 
-// Numbers of microbatches in flight that never rise downstream: as many as needed, more at every stage,
-// steeply falling, and all equal.
+// Returns numbers of microbatches in flight that never rise downstream: as many as needed, more at every
+// stage, steeply falling, and all equal.
 std::vector<Counts> in_flight_variants(std::int64_t num_stages) {
   std::vector<Counts> variants(4);
   for (std::int64_t stage = 0; stage < num_stages; ++stage) {
@@ -35,7 +35,7 @@ std::vector<Counts> in_flight_variants(std::int64_t num_stages) {
   return variants;
 }
 
-// Every schedule at S = 1..6 and m = 1..8, with recompute at every second stage.
+// Calls body for every schedule with 1 to 6 stages and 1 to 8 microbatches. Every second stage recomputes.
 void for_all_schedules(const std::function<void(const ScheduleOptions&)>& body) {
   for (std::int64_t num_stages = 1; num_stages <= 6; ++num_stages) {
     for (std::int64_t num_microbatches = 1; num_microbatches <= 8; ++num_microbatches) {
@@ -89,7 +89,8 @@ TEST(Validator, AcceptsEveryScheduleOfEveryShapeAndLength) {
 }
 
 TEST(Validator, VersionsKeptIsTight) {
-  // As soon as the run is long enough, all slots are in use: neither more nor fewer slots would be right.
+  // If the run is long enough, all slots are in use at some time. So a smaller number of slots would be too
+  // few.
   for_all_schedules([](const ScheduleOptions& options) {
     const std::int64_t num_minibatches = 2 * options.in_flight[0];
     const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
@@ -102,9 +103,9 @@ TEST(Validator, VersionsKeptIsTight) {
   });
 }
 
-// Computes from the formula how many slots a stage with weight stashing uses at most. During the update of
-// minibatch i these are the newest version i, the new version i + 1 (in place if there is one slot), and the
-// versions that minibatches i + 1 to i + n_s - 1 still read.
+// Computes how many slots a stage with weight stashing uses at most. During the update of minibatch i these
+// are version i, version i + 1 and the versions that minibatches i + 1 to i + n_s - 1 still read. n_s is the
+// number in flight. With one slot the update is in place.
 std::int64_t slots_from_formula(std::int64_t in_flight, std::int64_t num_minibatches) {
   std::size_t num_slots_max = 1;
   for (std::int64_t updated = 0; in_flight > 1 && updated < num_minibatches; ++updated) {
@@ -145,8 +146,8 @@ TEST(Validator, InterleavedHasNoDeadlockForAnyNumberOfMicrobatches) {
   }
 }
 
-// Returns for each edge the longest queue that is possible. Tries every state that the workers can reach; a
-// state is the position of each worker in its list.
+// Returns the longest possible queue of each edge. Tries every state that the workers can reach. A state is
+// the position of each worker in its list.
 std::map<Edge, std::int64_t> queued_max_by_trying_everything(const ScheduleOptions& options,
                                                              const Programs& programs) {
   std::map<Edge, std::int64_t> queued_max;
@@ -167,7 +168,7 @@ std::map<Edge, std::int64_t> queued_max_by_trying_everything(const ScheduleOptio
     }
     const bool is_reached =
         std::all_of(queued.begin(), queued.end(), [](const auto& entry) { return entry.second >= 0; });
-    if (!is_reached) continue;  // received before it was sent
+    if (!is_reached) continue;  // impossible: an item would be received before it is sent
     for (const auto& [edge, num_queued] : queued) queued_max[edge] = std::max(queued_max[edge], num_queued);
     for (std::size_t worker = 0; worker < programs.size(); ++worker) {
       if (positions[worker] == programs[worker].size()) continue;
@@ -216,7 +217,7 @@ TEST(Validator, QueuesOfAStraightPipelineHoldWhatUpstreamMayHaveInFlight) {
   }
 }
 
-// Tests the bounds on the items of tied parameters and norms. Channels rely on these bounds.
+// Channels rely on these bounds on the items of tied parameters and norms.
 TEST(Validator, NoTiedEdgeHoldsMoreThanTheOwnerMayBeAheadAndNoNormEdgeMoreThanOneItem) {
   for_all_schedules([](const ScheduleOptions& given) {
     if (given.num_microbatches > 3) return;
@@ -255,7 +256,7 @@ TEST(Validator, AcceptsAStartAtAnyMinibatchFromAnyVersionsThatAreThere) {
   });
 }
 
-// make_program() would not make these lists, but they are correct.
+// These lists are correct, although make_program() would make others.
 
 TEST(Validator, AcceptsABackwardThatGoesAheadOfAForward) {
   // 1F1B with a smaller window: F0.0 B0.0 F0.1 B0.1 ... instead of F0.0 F0.1 B0.0 ...
@@ -323,7 +324,7 @@ class BrokenList : public testing::Test {
     num_minibatches_ = num_minibatches;
     programs_ = make_compute_programs(options, num_minibatches);
   }
-  // Lets the test work on all programs with their transfers.
+  // Loads the programs of all workers, with their transfers.
   void use_all(const ScheduleOptions& options, std::int64_t num_minibatches) {
     use(options, num_minibatches);
     programs_ = make_programs(options, num_minibatches);
@@ -429,13 +430,15 @@ TEST_F(BrokenList, RepeatedForwardBackwardAndUpdate) {
 
 TEST_F(BrokenList, WrongVersionOfAForwardABackwardAndAnUpdate) {
   use("pipedream", {3, 2, 1}, 1, 5);
-  find(program(0), Opcode::kForward, 3)->version = WeightVersion(0);  // still held, but not the rule's
+  // Version 0 is still kept, but the rule names another.
+  find(program(0), Opcode::kForward, 3)->version = WeightVersion(0);
   expect_fault(
       "worker 0, position 5, FORWARD stage 0 minibatch 3 microbatch 0 reads version 0: the rule names "
       "version "
       "1");
   use("pipedream", {3, 2, 1}, 1, 5);
-  find(program(0), Opcode::kBackward, 1)->version = WeightVersion(1);  // the newest, as without stashing
+  // The newest version, as without weight stashing.
+  find(program(0), Opcode::kBackward, 1)->version = WeightVersion(1);
   expect_fault(
       "worker 0, position 6, BACKWARD stage 0 minibatch 1 microbatch 0 reads version 1: the rule names "
       "version "
@@ -485,7 +488,8 @@ TEST_F(BrokenList, SwappedForwardsAndBackwards) {
       "worker 0, position 0, FORWARD stage 0 minibatch 0 microbatch 1 reads version 0: forwards go in order; "
       "the next is minibatch 0 microbatch 0");
   use("gpipe", {2, 1}, 3, 1);
-  std::swap(program(1)[3], program(1)[5]);  // GPipe's figure has them in this order; the queues do not
+  // GPipe's figure shows the backwards in this order, but the queues are in the order of the forwards.
+  std::swap(program(1)[3], program(1)[5]);
   expect_fault(
       "worker 1, position 3, BACKWARD stage 1 minibatch 0 microbatch 2 reads version 0: backwards go in "
       "order; "
@@ -681,7 +685,8 @@ TEST_F(BrokenList, OptionsThatAreRefused) {
   expect_fault("in_flight is 0 at stage 1; it must be at least 1 and at most 1099511627776");
 }
 
-// Broken transfers. In what follows S and R stand for the SENDs and RECVs of the pipeline of two stages
+// The transfers of these lists are broken. In the comments S and R are the SENDs and RECVs of a pipeline of
+// two stages:
 //   worker 0   F0 S  F1 S  R B0 U0 ...
 //   worker 1   R F0  R B0...
 
@@ -764,7 +769,7 @@ TEST_F(BrokenList, TiedVersionThatOverwritesOneStillRead) {
   ScheduleOptions options = make_options("flush", {1, 1});
   options.ties = {{StageIndex(0), StageIndex(1)}};
   use_all(options, 2);
-  // R F0 R B0 S S U0 | R R F1 ...: the version of minibatch 0 before its own backward.
+  // The list is R F0 R B0 S S U0 | R R F1 .... The version of minibatch 0 is moved before its own backward.
   const auto version = std::find_if(program(1).begin(), program(1).end(), [](const Instruction& instruction) {
     return instruction.edge.kind == EdgeKind::kTiedVersion;
   });
@@ -805,7 +810,8 @@ TEST_F(BrokenList, NormsInAnotherOrderThanTheOneWithoutDeadlock) {
     return instruction.edge.kind == EdgeKind::kNorm;
   });
   const auto first_norm = first - program(1).begin();
-  std::swap(*first, *(first + 1));  // its own part goes upstream without that of downstream
+  // Worker 1 sends its norm upstream before it has received the norm from downstream.
+  std::swap(*first, *(first + 1));
   expect_fault_at_end(
       "SEND norm stage 1 to stage 0 minibatch 0: RECV norm stage 2 to stage 1 "
       "minibatch 0 comes first");

@@ -1,6 +1,7 @@
-// Tests two workers on devices of one host. They find out whether one can write into the other's memory. If
-// so, tensors go from device to device; otherwise they are staged. The tests run on the hostile device
-// (support/hostile_device.h), and on CUDA if there is a device, which both workers share in one process.
+// Tests two workers on devices of one host. The workers find out whether the sender can write into the
+// receiver's memory. If so, tensors go from device to device. Otherwise they are staged. The tests run on the
+// hostile device (support/hostile_device.h), and on CUDA if there is a device, which both workers share in
+// one process.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -146,7 +147,7 @@ TEST_P(DeviceWorkers, TensorsAreStagedInSharedMemoryWhereTheyAreNotPlacedOnTheDe
 
 TEST_P(DeviceWorkers, OfferIsGoneOnceThePoolIsSealed) {
   const std::string offer = receiver_->offer_device_memory();
-  EXPECT_EQ(receiver_->offer_device_memory(), offer);  // one for all who ask
+  EXPECT_EQ(receiver_->offer_device_memory(), offer);  // all senders get the same offer
   receiver_->seal();
   EXPECT_NE(sender_->why_out_of_reach(offer), "");
 }
@@ -164,7 +165,7 @@ TEST_P(DeviceWorkers, MemoryOfTheReceiverIsLetGoWhenTheSenderCloses) {
   }
 }
 
-// The copy of the item and the call() after it are dropped, and no call of the device reports this. The
+// The copy of the item is dropped, and so is the call() after it. No call of the device reports this, but the
 // receiver must not wait for ever.
 TEST_P(DeviceWorkers, ErrorOfTheDeviceWhileAWorkerWaitsEndsItsWait) {
 #if !defined(PD_CUDA_STUB)
@@ -200,10 +201,10 @@ std::vector<std::string> devices_here() {
 INSTANTIATE_TEST_SUITE_P(Devices, DeviceWorkers, testing::ValuesIn(devices_here()),
                          [](const auto& device) { return device.param; });
 
-// ---- Calls that a device may refuse; only the tests' own device refuses on request ----
+// ---- Calls that a device may refuse. Only the tests' own device refuses on request ----
 
 #if defined(PD_CUDA_STUB)
-// A GPU has hardware queues for a few streams only: if there are more streams, work of one may have to wait
+// A GPU has hardware queues for a few streams only. If there are more streams, work of one may have to wait
 // for work of another.
 TEST(DeviceOfAWorker, HasFewStreamsHoweverManyChannelsThereAre) {
   const auto num_streams = [] {
@@ -224,10 +225,11 @@ TEST(DeviceOfAWorker, HasFewStreamsHoweverManyChannelsThereAre) {
     worker.add_receive_channel(spec);
   }
   worker.seal();
-  EXPECT_LE(num_streams() - num_before, 6U);  // and two of the framework: 8, CUDA_DEVICE_MAX_CONNECTIONS
+  // Torch has two more, which makes 8: CUDA's default of CUDA_DEVICE_MAX_CONNECTIONS.
+  EXPECT_LE(num_streams() - num_before, 6U);
 }
 
-// The memory is the one that python/pipedream/budget/memory.py counts.
+// python/pipedream/budget/memory.py counts the same memory.
 TEST(DeviceOfAWorker, HasRoomForOneEncodedItemOfEachEndOfAChannel) {
   WorkerOptions options;
   options.device = "cuda:0";
@@ -248,7 +250,7 @@ TEST(DeviceOfAWorker, HasRoomForOneEncodedItemOfEachEndOfAChannel) {
     if (!term.name.starts_with("encoded, ")) continue;
     names.push_back(term.name);
     EXPECT_EQ(term.kind, MemoryKind::kDevice);
-    EXPECT_EQ(term.slot_bytes, 2048U);  // whole alignments
+    EXPECT_EQ(term.slot_bytes, 2048U);  // rounded up to the pool's alignment
     EXPECT_EQ(term.num_slots, 1);
   }
   EXPECT_EQ(names, (std::vector<std::string>{"encoded, activations", "encoded, gradients"}));
@@ -300,7 +302,7 @@ TEST_P(RefusingDevices, MemoryThatCannotBeExportedAfterAllIsOneClearLine) {
   }
 }
 
-// An endpoint that someone has changed on its way.
+// Someone has changed the endpoint on its way.
 TEST_P(RefusingDevices, EndpointWithoutDeviceMemoryIsRefused) {
   plan(/*places_on_device=*/true);
   auto endpoints = receiver_->listen();

@@ -22,7 +22,7 @@ namespace {
 constexpr auto kPatience = std::chrono::seconds(60);
 constexpr std::int64_t kPoison = -1;
 
-// Every schedule of a straight or interleaved plan, with few stages and microbatches.
+// Returns every schedule of a straight or interleaved plan, with few stages and microbatches.
 std::vector<ScheduleOptions> every_schedule() {
   std::vector<ScheduleOptions> cases;
   for (const std::string& schedule : pipeline_schedules()) {
@@ -80,7 +80,7 @@ class Engine : public testing::Test {
   void make_pipedream(std::int64_t in_flight = 1, std::size_t num_spans_max = 100) {
     make(make_options("pipedream", {in_flight}), 0, num_spans_max);
   }
-  // The engine's next work item; DONE if no item came in time or the engine has failed.
+  // Returns the engine's next work item, or DONE if no item came in time or the engine has failed.
   WorkItem next() {
     auto work = engine_->next_work(Clock::now() + kPatience);
     EXPECT_TRUE(work.ok()) << work.failure().message;
@@ -91,8 +91,8 @@ class Engine : public testing::Test {
     if (!work.opcode) return std::nullopt;
     return engine_->complete(*work.opcode, {}, compute_ns);
   }
-  // The next work item of a run of so many minibatches; DONE at its end. If the engine gives a forward after
-  // the last minibatch, it is told that the data has ended.
+  // Returns the next work item of a run of num_minibatches, or DONE at its end. Tells the engine that the
+  // data has ended if it hands out a forward after the last minibatch.
   WorkItem next_of(std::int64_t num_minibatches) {
     WorkItem work = next();
     if (work.opcode != Opcode::kForward || work.minibatch.value() < num_minibatches) return work;
@@ -110,7 +110,7 @@ class Engine : public testing::Test {
     }
     return done;
   }
-  // For every schedule, worker and number of minibatches: makes the engine, then calls check().
+  // Makes the engine of every schedule and worker for every number of minibatches, and calls check().
   template <class Check>
   void for_every_run(Check check) {
     for (const ScheduleOptions& options : every_schedule()) {
@@ -136,7 +136,7 @@ using EngineDeathTest = Engine;
 TEST_F(Engine, HandsOutTheProgramOfEveryScheduleWhateverTheNumberOfMinibatches) {
   for_every_run([&](Rank worker, std::int64_t num_minibatches) {
     EXPECT_EQ(run(num_minibatches), make_compute_program(options_, worker, num_minibatches));
-    const WorkItem done = next();  // asking again changes nothing
+    const WorkItem done = next();  // the engine is done, and stays done
     EXPECT_EQ(done.opcode, std::nullopt);
     EXPECT_EQ(done.num_minibatches, num_minibatches);
     for (const auto& [stage, slots] : slots_) {
@@ -151,7 +151,7 @@ TEST_F(Engine, HandsOutTheProgramOfEveryScheduleWhateverTheNumberOfMinibatches) 
         EXPECT_EQ(read.backward, backward_version(options_, stage, minibatch, microbatch));
       }
       EXPECT_EQ(slots->newest(), WeightVersion(num_minibatches));
-      EXPECT_EQ(slots->num_live(), 1);  // every version that was read was given back
+      EXPECT_EQ(slots->num_live(), 1);  // all read versions but the newest are given back
     }
   });
 }
@@ -203,8 +203,8 @@ TEST_F(Engine, StartsAtAnyMinibatchFromTheVersionsThatAreThere) {
   }
 }
 
-// Each slot holds the number of its version here. It is filled with poison while it is written, and again as
-// soon as the engine says that it is free.
+// Each slot holds the number of its version. The test fills it with poison while it is written, and again
+// when the engine says that it is free.
 TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
   for_every_run([&](Rank /*worker*/, std::int64_t num_minibatches) {
     std::map<StageIndex, std::vector<std::int64_t>> contents;
@@ -219,13 +219,14 @@ TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
       EXPECT_EQ(content(work, work.read_slot), work.read_version.value()) << engine_->position();
       if (work.opcode == Opcode::kUpdate) {
         EXPECT_EQ(work.write_version, work.read_version.next());
-        EXPECT_EQ(work.write_slot == work.read_slot, contents.at(work.stage).size() == 1);  // in place
+        // With one slot the update is in place.
+        EXPECT_EQ(work.write_slot == work.read_slot, contents.at(work.stage).size() == 1);
         content(work, work.write_slot) = work.write_version.value();
       }
       const std::optional<SlotIndex> freed = complete(work);
       if (freed) content(work, *freed) = kPoison;
     }
-    for (const auto& [stage, slots] : slots_) {  // for a run that goes on
+    for (const auto& [stage, slots] : slots_) {  // kept for a run that continues this one
       const std::map<WeightVersion, SlotIndex> kept =
           engine_->kept_versions(stage, MinibatchId(num_minibatches));
       ASSERT_FALSE(kept.empty());
@@ -240,7 +241,7 @@ TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
   });
 }
 
-// Replica 0 of a stage with two replicas. They exchange shards of one chunk over queues.
+// The engine of replica 0 of a stage with two replicas. They exchange shards of one chunk over queues.
 class ExchangingEngine : public Engine {
  protected:
   void make_exchanging(const std::vector<std::int64_t>& replicas) {
@@ -313,7 +314,7 @@ TEST_F(ExchangingEngine, OneSendARoundIsHandedOutAndTheOthersVersionLandsInTheSl
   }
 }
 
-// Whether, in the program, the version of this backward is neither the newest one nor read by any later item.
+// Returns whether no later instruction reads this backward's version, and the version is not the newest.
 bool is_last_read(const Instructions& program, std::size_t position) {
   const Instruction& backward = program[position];
   const auto reads_it_later = [&](const Instruction& later) {
@@ -327,7 +328,7 @@ bool is_last_read(const Instructions& program, std::size_t position) {
   return backward.version != WeightVersion(newest) && std::none_of(here + 1, program.end(), reads_it_later);
 }
 
-// If another run continues this run, its items read the same versions as the items of one longer run.
+// Versions that a run which continues this run would read are not freed.
 TEST_F(Engine, BackwardFreesASlotExactlyWhenItWasTheLastToReadAnOldVersion) {
   for_every_run([&](Rank worker, std::int64_t num_minibatches) {
     const Instructions program = make_compute_program(options_, worker, num_minibatches);
@@ -360,9 +361,9 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
     }
     return num_freed;
   };
-  // A backward frees a slot if it is the last to read a version that is no longer the newest. Of 20
-  // minibatches, with n in flight, that holds for 21 - n versions. With n = 1 every backward reads the newest
-  // version.
+  // A backward frees a slot if it is the last to read a version that is no longer the newest. With 20
+  // minibatches and n in flight this holds for 21 - n versions. With n = 1 it holds for none, because every
+  // backward reads the newest version.
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 0), 18);
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 1), 19);
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 2), 0);
@@ -375,12 +376,12 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
   EXPECT_EQ(count(make_interleaved(2, 2, 4), 1), 0);
 }
 
-// The stage has one microbatch in flight and reads an old version. The microbatches of a minibatch read that
-// version one after the other, and between two of them nobody reads it. The slot must stay occupied until the
-// last of them has read it.
+// One microbatch is in flight, and the stage reads an old version. The microbatches of a minibatch read that
+// version one after the other. Between two of them no work item holds the version, but the slot must stay
+// occupied until the last has read it.
 TEST_F(Engine, SlotIsNotFreedBetweenTheMicrobatchesOfAMinibatch) {
   make(make_options("2bw", {1}, 3));
-  std::vector<std::int64_t> freed_after;  // microbatches of minibatch 2, which reads version 1
+  std::vector<std::int64_t> freed_after;  // numbers of microbatches of minibatch 2, which read version 1
   for (WorkItem work = next_of(6); work.opcode.has_value(); work = next_of(6)) {
     const std::int64_t minibatch = work.minibatch.value();
     const std::int64_t microbatch = work.microbatch.value();
@@ -457,8 +458,8 @@ TEST_F(ExchangingEngine, AnEndOfDataThatAPusherTellsAndThatCannotBeIsAFailure) {
 }
 
 // Completes all items of a run of num_minibatches. There is an evaluation at minibatch 2 and one at the end,
-// each with the given number of validation minibatches. evaluates_first: the first evaluation begins before
-// the first forward of minibatch 2 is done.
+// each with num_evaluated validation minibatches. With evaluates_first the first evaluation begins before the
+// first forward of minibatch 2 is done.
 Instructions run_evaluating(StageEngine& engine, std::int64_t num_minibatches, std::int64_t num_evaluated,
                             bool evaluates_first = false) {
   Instructions done;
@@ -520,7 +521,8 @@ TEST_F(Engine, EvaluatesBeforeAForwardThatIsHandedOutAgain) {
     const auto forward = std::ranges::find_if(expected, [](const Instruction& instruction) {
       return instruction.opcode == Opcode::kForward && instruction.minibatch == MinibatchId(2);
     });
-    std::rotate(forward, forward + 1, forward + 2 + num_evaluated);  // the program has it in front
+    // In the program the evaluation comes after the forward.
+    std::rotate(forward, forward + 1, forward + 2 + num_evaluated);
     EXPECT_EQ(run_evaluating(*engine_, 4, num_evaluated, true), expected);
     EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 8U);
   }
@@ -546,7 +548,7 @@ TEST_F(Engine, SpansKeepTheLatestOldestFirst) {
   for (const auto& [num_spans_max, num_spans] :
        {std::pair<std::size_t, std::size_t>{5, 5}, {12, 12}, {13, 12}}) {
     make_pipedream(1, num_spans_max);
-    expect_the_last(num_spans, run(4));  // 12 work items
+    expect_the_last(num_spans, run(4));  // the run has 12 work items
   }
   ScheduleOptions options = make_interleaved(2, 2, 3);
   options.recompute.assign(4, true);
@@ -562,16 +564,16 @@ TEST_F(Engine, TotalsAreTheSumsOfTheSpans) {
   const EngineTotals totals = engine_->totals();
   EXPECT_EQ(totals.num_work_items, 15);
   EXPECT_EQ(totals.compute_ns, 45);
-  EXPECT_EQ(totals.wait_ns, 0);  // without neighbours there is nothing to wait for
+  EXPECT_EQ(totals.wait_ns, 0);  // without neighbours there are no waits
   EXPECT_GT(totals.elapsed_ns, 0);
   EXPECT_LE(totals.elapsed_ns, now_ns() - began_ns);
   const std::vector<Span> spans = engine_->spans();
   EXPECT_EQ(totals.elapsed_ns, spans.back().completed_ns - spans.front().asked_ns);
 }
 
-// The host asks for items 1 and 2 while the device still computes the previous item. During the wait for item
-// 1 the device was never idle, and during the wait for item 2 always. Only the device's idle time counts as
-// wait.
+// The host asks for items 1 and 2 while the device still computes the item before. Only the device's idle
+// time counts as wait. During the wait for item 1 the device was never idle, and during the wait for item 2
+// always.
 TEST_F(Engine, WhatADeviceDidIsToldLaterAndOfAWaitCountsWhatItWasIdleFor) {
   make_pipedream(1);
   for (const std::int64_t wait_ns : {0, 1'000'000'000, 1}) {

@@ -1,6 +1,6 @@
 // Runs whole pipelines (pipeline.h). A stage's computation is 64-bit arithmetic on the contents of weight
-// slots, and depends on the order of its inputs. So the result is wrong if a version is wrong, a slot is
-// overwritten too early, or a tensor belongs to another microbatch.
+// slots, and depends on the order of its inputs. So the result is wrong if a version is wrong, if a slot is
+// overwritten too early, or if a tensor belongs to another microbatch.
 #include "stage/pipeline.h"
 
 #include <gtest/gtest.h>
@@ -84,14 +84,14 @@ void add_channels(Worker& worker, const ScheduleOptions& schedule, Rank worker_i
     if (!part.activations_in.empty()) {
       const StageIndex upstream(stage - 1);
       const std::int64_t in_flight_upstream = num_microbatches_in_flight(schedule, upstream);
-      // Each microbatch holds a slot until its backward, and one more may arrive meanwhile.
+      // Each microbatch in flight holds a slot until its backward. One more microbatch may arrive meanwhile.
       worker.add_receive_channel(spec(part.activations_in, upstream, 2 * stage, in_flight + 1));
       worker.add_send_channel(spec(part.gradients_out, upstream, 2 * stage + 1, in_flight_upstream));
     }
     if (!part.activations_out.empty()) {
       const StageIndex downstream(stage + 1);
-      // The channel has exactly as many items as the schedule has in flight. An item that is released late
-      // needs the spare items that the channel adds itself.
+      // The channel has as many items as the schedule has microbatches in flight. The channel itself adds
+      // room for an item that is released late.
       worker.add_send_channel(spec(part.activations_out, downstream, 2 * stage + 2, in_flight));
       worker.add_receive_channel(spec(part.gradients_in, downstream, 2 * stage + 3, 2));
     }
@@ -102,7 +102,7 @@ namespace {
 
 constexpr std::uint64_t kPoison = ~std::uint64_t{0};
 constexpr std::size_t kNumWeights = 64;
-constexpr std::size_t kNumNumbers = 3;  // minibatch, microbatch, value
+constexpr std::size_t kNumNumbers = 3;  // the minibatch, the microbatch and the value
 constexpr std::size_t kChunkBytes = 1024;
 
 // ---- What is computed ----
@@ -129,8 +129,8 @@ std::uint64_t next_weight_of(std::uint64_t weight, std::uint64_t weight_gradient
   return mix(weight, weight_gradient);
 }
 
-// Computes the same results one minibatch after the other, without a pipeline. It reads the versions that
-// docs/schedules.md says; it keeps all versions and has no slots.
+// Computes the same results without a pipeline, one minibatch after the other. It reads the versions that
+// docs/schedules.md names, keeps all versions and has no slots.
 class Replay {
  public:
   Replay(const ScheduleOptions& schedule, std::int64_t num_minibatches)
@@ -163,7 +163,7 @@ class Replay {
   [[nodiscard]] std::uint64_t weight(std::int64_t stage, std::int64_t version) const {
     return weights_.at(static_cast<std::size_t>(stage)).at(static_cast<std::size_t>(version));
   }
-  // The input of the stage's forward, and the output of its backward.
+  // input() is the input of the stage's forward, and gradient() the output of its backward.
   [[nodiscard]] std::uint64_t input(std::int64_t stage, std::int64_t minibatch,
                                     std::int64_t microbatch) const {
     return inputs_.at({stage, minibatch, microbatch});
@@ -190,7 +190,7 @@ class Replay {
   }
   void train_microbatch(std::int64_t minibatch, std::int64_t microbatch,
                         std::vector<std::uint64_t>& weight_gradients) {
-    std::vector<std::uint64_t> outputs;  // those that the backward uses
+    std::vector<std::uint64_t> outputs;  // the outputs that the backward uses
     std::uint64_t value = input_of(minibatch, microbatch);
     for (std::int64_t stage = 0; stage < num_stages_; ++stage) {
       inputs_[{stage, minibatch, microbatch}] = value;
@@ -211,12 +211,12 @@ class Replay {
   const ScheduleOptions schedule_;
   const std::int64_t num_stages_;
   const std::int64_t num_minibatches_;
-  std::vector<std::vector<std::uint64_t>> weights_;  // by stage and version
+  std::vector<std::vector<std::uint64_t>> weights_;  // indexed by stage and version
   std::map<Key, std::uint64_t> inputs_;
   std::map<Key, std::uint64_t> gradients_;
 };
 
-// ---- Messages between stages: some numbers, then padding, whose size varies and may be 0 ----
+// ---- A message between stages: three numbers, then padding, whose size varies and may be 0 ----
 
 struct Message {
   std::vector<std::uint64_t> numbers;
@@ -251,14 +251,15 @@ std::vector<std::byte> padding_of(const WorkItem& work, std::int64_t padding_byt
   return patterned_bytes(static_cast<std::size_t>(num_bytes), static_cast<std::uint32_t>(number_of(work)));
 }
 
-// The memory in which a worker's tensors are: the host's or a device's. Used by the thread that computes.
+// The memory of a worker's tensors: the host's or a device's. Only the compute thread uses it.
 class Place {
  public:
   Place() = default;
   explicit Place(std::shared_ptr<Device> device)
       : device_(std::move(device)), stream_(device_->wrap_stream(0)) {}
 
-  [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }  // null: the host's
+  // Null for the host's memory.
+  [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }
 
   // Waits for what was enqueued.
   void read(void* to, const std::byte* data, std::size_t num_bytes) const {
@@ -277,7 +278,7 @@ class Place {
     stream_->copy(data, from, num_bytes);
     stream_->synchronize();
   }
-  // The message as an item to send. On a device the copy that makes it may still be under way.
+  // Returns the message as an item to send. On a device the copy to the device may still be running.
   [[nodiscard]] Outgoing outgoing(const std::shared_ptr<Message>& message) const {
     Outgoing outgoing;
     outgoing.tensors = message->views();
@@ -299,10 +300,10 @@ class Place {
 
  private:
   std::shared_ptr<Device> device_;
-  std::shared_ptr<Stream> stream_;  // what the worker computes on
+  std::shared_ptr<Stream> stream_;  // the stream on which the worker computes
 };
 
-// The value in an item. Also checks that everything else in it is what was sent for this work item.
+// Returns the value in an item. Checks that everything else in the item was sent for this work item.
 std::uint64_t value_of(const Place& place, const ReceivedItem& item, const WorkItem& work,
                        std::int64_t padding_bytes_max) {
   EXPECT_EQ(item.fields.data_fingerprint, number_of(work));
@@ -318,7 +319,7 @@ std::uint64_t value_of(const Place& place, const ReceivedItem& item, const WorkI
   return numbers[2];
 }
 
-// Endpoints, as the c10d store publishes them.
+// Passes endpoints between the workers, as the c10d store does in a run.
 class Board {
  public:
   void publish(const std::map<std::string, std::string>& endpoints) {
@@ -343,7 +344,7 @@ class Board {
   std::map<std::string, std::string> endpoints_;
 };
 
-// ---- One worker: its stages, their weights, and its part of the check ----
+// ---- One worker: its stages, their weights, and the checks of its values ----
 
 class PipelineWorker {
  public:
@@ -369,7 +370,7 @@ class PipelineWorker {
     try {
       while ((started_ || open()) && work_once()) {
       }
-    } catch (const DeviceError& error) {  // as Python reports errors of the user's code
+    } catch (const DeviceError& error) {  // Python reports errors of the user's code in this way
       const std::string where = started_ ? worker_->engine().position() + ": " : "";
       report_.failure = Failure{FailureKind::kDeviceError, where + error.what()};
     }
@@ -382,18 +383,18 @@ class PipelineWorker {
     }
     if (worker_) {
       stages_.clear();
-      // Tells the others why this worker has ended, as a launcher does. A worker that vanished gives no
-      // reason.
+      // Tells the other workers why this worker has ended, as a launcher does. A worker that vanishes tells
+      // no reason.
       const bool tells = pipeline_.fault == Fault::kAbort || pipeline_.fault == Fault::kDevice;
       if (report_.failure && tells) worker_->abort(report_.failure->message);
       worker_->close(report_.failure ? 1 : 60);
-      if (started_) report_.channels = worker_->channel_stats();  // now that everything has left
+      if (started_) report_.channels = worker_->channel_stats();  // all items have left by now
     }
     return report_;
   }
 
  private:
-  // On CUDA neighbours use different devices, the first two in turn, if there are two.
+  // On CUDA the workers use the first two devices alternately, if there are two.
   [[nodiscard]] std::shared_ptr<Device> make_device(bool on_cuda) const {
     if (!on_cuda) return std::make_shared<HostileDevice>();
 #if defined(PD_CUDA_STUB)
@@ -404,17 +405,17 @@ class PipelineWorker {
   }
 
   struct Stash {
-    std::optional<ReceivedItem> received;  // until its backward, as autograd keeps it
-    std::optional<std::uint64_t> output;   // absent where it is recomputed
+    std::optional<ReceivedItem> received;  // kept until its backward, as autograd keeps it
+    std::optional<std::uint64_t> output;   // absent if the backward recomputes it
   };
   struct Stage {
     std::vector<Worker::HeldSlot> slots;
-    std::map<std::pair<std::int64_t, std::int64_t>, Stash> stashes;  // by minibatch and microbatch
+    std::map<std::pair<std::int64_t, std::int64_t>, Stash> stashes;  // indexed by minibatch and microbatch
     std::uint64_t weight_gradient = 0;
-    std::int64_t num_backwards = 0;  // of the minibatch
+    std::int64_t num_backwards = 0;  // backwards of the current minibatch
   };
 
-  // False when another worker has ended the run already.
+  // Returns false if another worker has ended the run already.
   bool open() {
     add_channels(*worker_, pipeline_.schedule, worker_index_, message_spec(pipeline_.padding_bytes_max),
                  kChunkBytes, pipeline_.places_on_device);
@@ -447,7 +448,7 @@ class PipelineWorker {
     return true;
   }
 
-  // False when the worker has ended.
+  // Does one work item. Returns false if the worker has ended.
   bool work_once() {
     worker_->engine().collect_released();
     auto result = worker_->next_work(patience());
@@ -533,7 +534,8 @@ class PipelineWorker {
     EXPECT_EQ(work.received.has_value(), !is_last);
     Stash stash = std::move(stage.stashes.at(key_of(work)));
     stage.stashes.erase(key_of(work));
-    static_cast<void>(input_value(work, stash.received));  // the input is still what it was
+    // Checks that the input has not changed since the forward.
+    static_cast<void>(input_value(work, stash.received));
     const std::uint64_t output = stash.output.value();
     const std::uint64_t gradient = work.received ? value_in(*work.received, work) : loss_gradient_of(output);
     jitter();
@@ -565,8 +567,8 @@ class PipelineWorker {
     worker_->engine().complete(Opcode::kUpdate, {}, now_ns() - began_ns);
   }
 
-  // Receives the end at every stage of the worker but its first. The programs of these stages are over
-  // without it.
+  // Receives the end of the data on the channels of every stage of the worker but its first. The worker's
+  // instructions do not need these ends.
   void take_later_ends() {
     for (const StageChannelNames& part : parts_) {
       if (part.stage == parts_.front().stage) continue;
@@ -603,7 +605,7 @@ class PipelineWorker {
   [[nodiscard]] std::uint64_t value_in(const ReceivedItem& item, const WorkItem& work) const {
     return value_of(place_, item, work, pipeline_.padding_bytes_max);
   }
-  // The value from which the stage's forward starts.
+  // Returns the value from which the stage's forward starts.
   [[nodiscard]] std::uint64_t input_value(const WorkItem& work,
                                           const std::optional<ReceivedItem>& received) const {
     const std::uint64_t input =
@@ -627,8 +629,8 @@ class PipelineWorker {
     place_.write(stage.slots.at(static_cast<std::size_t>(slot.value())).lease.data(), weights.data(),
                  kNumWeights * 8);
   }
-  // The weight in the slot that the work reads. Checks that the whole slot has the version that the work
-  // names.
+  // Returns the weight in the slot that the work item reads. Checks that the whole slot has the version that
+  // the item names.
   [[nodiscard]] std::uint64_t read(const Stage& stage, const WorkItem& work) const {
     std::vector<std::uint64_t> weights(kNumWeights);
     place_.read(weights.data(), stage.slots.at(static_cast<std::size_t>(work.read_slot.value())).lease.data(),
@@ -638,7 +640,7 @@ class PipelineWorker {
         << worker_->engine().position() << ", version " << work.read_version.value();
     return weights.front();
   }
-  // Waits between nothing and a few dozen microseconds, so that the workers' steps come in many orders.
+  // Waits for up to 40 us, so that the workers' steps come in many orders.
   void jitter() {
     const Deadline end = Clock::now() + std::chrono::microseconds(random_() % 40);
     while (Clock::now() < end) std::this_thread::yield();
@@ -650,7 +652,7 @@ class PipelineWorker {
   const Replay& replay_;
   Board& board_;
   std::mt19937 random_;
-  bool started_ = false;  // the engine can be asked
+  bool started_ = false;  // set once the engine exists
   Place place_;
   std::unique_ptr<Worker> worker_;
   std::map<StageIndex, Stage> stages_;  // destroyed before the worker

@@ -21,8 +21,8 @@ inline std::string gradients_name(std::int64_t stage) {
   return "gradients of stage " + std::to_string(stage) + " to stage " + std::to_string(stage - 1);
 }
 
-// Returns options of the schedule for num_stages stages without replicas, one stage per worker. The schedule
-// interleaved has its 4 stages on 2 workers.
+// Returns options for num_stages stages without replicas, one stage per worker. The one exception is
+// "interleaved" with 4 stages, where two workers have two stages each.
 [[nodiscard]] ScheduleOptions make_straight(const std::string& schedule, std::int64_t num_stages,
                                             std::int64_t num_microbatches);
 
@@ -40,7 +40,7 @@ struct StageChannelNames {
 // What Worker::start takes.
 [[nodiscard]] std::vector<EdgeChannelName> channels_at(const ScheduleOptions& schedule, Rank rank);
 
-// Adds the channels of the worker's stages, in both directions, with exactly as many slots and places as the
+// Adds the channels of the worker's stages in both directions. They have exactly as many slots as the
 // schedule needs. `item` describes every item.
 void add_channels(Worker& worker, const ScheduleOptions& schedule, Rank worker_index, const ItemSpec& item,
                   std::size_t chunk_bytes, bool places_on_device = false);
@@ -52,21 +52,22 @@ enum class Fault { kNone, kAbort, kDestroyed, kClosed, kDevice };
 struct PipelineOptions {
   std::string transport = "inproc";
   bool staged = false;
-  std::int64_t padding_bytes_max = 3000;  // beside three numbers, in every item
+  std::int64_t padding_bytes_max = 3000;  // largest padding behind an item's three numbers
   bool shares_memory = true;
-  bool on_device = false;  // workers on hostile devices, each its own, or on those of CUDA
+  bool on_device = false;  // each worker has a hostile device of its own, or one of CUDA's devices
   bool on_cuda = false;
-  bool places_on_device = false;  // and each writes into the memory of its neighbours
+  bool places_on_device = false;  // neighbours write into each other's device memory
   ScheduleOptions schedule;
   std::int64_t num_minibatches = 0;
   std::uint32_t seed = 1;
-  // Whether the test receives every end of the data. If a worker has several stages, its engine receives only
-  // the first stage's end; the ends for its other stages come after the worker is done.
+  // Whether the test receives the end of the data on every channel. An engine receives the end only for the
+  // worker's first stage. The ends for its other stages arrive after the engine is done.
   bool takes_every_end = true;
-  Fault fault = Fault::kNone;  // of faulty_stage, instead of completing the first forward of faulty_minibatch
+  // Happens at faulty_stage, in place of completing the first forward of faulty_minibatch.
+  Fault fault = Fault::kNone;
   std::int64_t faulty_stage = 0;
   std::int64_t faulty_minibatch = 0;
-  HostileDevice::Fault device_fault;  // kDevice: of the faulty stage's device, from then on
+  HostileDevice::Fault device_fault;  // for kDevice: the fault of the faulty stage's device from then on
 };
 
 inline constexpr const char* kAbortText = "stage 1 stops: the loss is nan at minibatch 5";
@@ -75,18 +76,17 @@ inline constexpr std::size_t kNumSpansMax = 50;
 struct WorkerReport {
   std::optional<Failure> failure;
   bool faulted = false;
-  std::int64_t num_minibatches = -1;                // of DONE
-  std::vector<StageIndex> stages;                   // the worker's
-  std::vector<std::vector<VersionsRead>> versions;  // of each of them
+  std::int64_t num_minibatches = -1;                // the number that DONE names
+  std::vector<StageIndex> stages;                   // the stages of the worker
+  std::vector<std::vector<VersionsRead>> versions;  // one entry per stage
   EngineTotals totals;
   std::vector<Span> spans;
-  std::map<std::string, std::string> transports;  // by channel
+  std::map<std::string, std::string> transports;  // by the name of the channel
   std::map<std::string, ChannelStats> channels;
 };
 
-// Runs all workers, and returns one report per worker. Checks every value that a worker computes: it must
-// equal that of a run without a pipeline, one minibatch after the other, with the weight versions that
-// docs/schedules.md says (Replay in pipeline.cc).
+// Runs all workers, and returns one report per worker. Checks every value that a worker computes against a
+// run without a pipeline (Replay in pipeline.cc).
 [[nodiscard]] std::vector<WorkerReport> run_pipeline(const PipelineOptions& options);
 
 // Checks that the reports are those of a run that came to its end without a failure.

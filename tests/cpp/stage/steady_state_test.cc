@@ -1,6 +1,6 @@
 // Tests that in the steady state a pipeline allocates nothing on any thread: the engines, channels,
-// transports and copy streams of two workers. The vectors with which a caller describes its tensors are not
-// counted as the pipeline's.
+// transports and copy streams of two workers. The vectors in which a caller describes its tensors do not
+// count.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -52,12 +52,12 @@ class SteadyWorker {
   }
 
   [[nodiscard]] Worker& worker() { return *worker_; }
-  // To be called while the threads wait at the gate.
+  // Call this only while the threads wait at the gate.
   [[nodiscard]] std::uint64_t num_vectors() const { return num_vectors_; }
 
   void run(Gate& gate) {
     train(gate);
-    gate.arrive_and_drop();  // nobody waits for one that has failed
+    gate.arrive_and_drop();  // a thread that has failed must not keep the other waiting
   }
 
  private:
@@ -76,7 +76,7 @@ class SteadyWorker {
       const bool ends_minibatch = item.opcode == Opcode::kUpdate && item.stage == parts_.back().stage;
       const std::int64_t num_done = item.minibatch.value() + 1;
       if (ends_minibatch && (num_done == kNumWarmupMinibatches || is_last(num_done))) {
-        gate.arrive_and_wait();  // the counter is made, or read
+        gate.arrive_and_wait();  // the main thread makes the counter, or reads it
         gate.arrive_and_wait();
       }
     }
@@ -127,7 +127,7 @@ class SteadyWorker {
   const std::shared_ptr<std::vector<std::byte>> bytes_ =
       std::make_shared<std::vector<std::byte>>(patterned_bytes(kItemBytes, 1));
   std::vector<TensorView> views_;
-  std::uint64_t num_vectors_ = 0;  // that the caller made for the engine
+  std::uint64_t num_vectors_ = 0;  // vectors that the caller made for the engine
   std::unique_ptr<Worker> worker_;
   std::map<StageIndex, std::vector<std::optional<ReceivedItem>>> stashes_;  // destroyed before the worker
 };
@@ -150,7 +150,7 @@ Count measure(SteadyWorker& a, SteadyWorker& b) {
   const std::uint64_t num_before = a.num_vectors() + b.num_vectors();
   {
     const AllocationCounter counter;
-    gate.arrive_and_wait();  // they go on
+    gate.arrive_and_wait();  // the compute threads go on
     gate.arrive_and_wait();
     count.num_allocations = counter.num_in_all();
     count.num_of_callers = a.num_vectors() + b.num_vectors() - num_before;
@@ -183,10 +183,11 @@ TEST_P(PipelineSteadyState, AllocatesNothingOfItsOwn) {
   SteadyWorker a("inproc", staged, schedule, 0);
   SteadyWorker b("inproc", staged, schedule, 1);
   const Count count = measure(a, b);
-  // The callers make one vector of views per item: each microbatch crosses every boundary in both directions.
+  // The callers make one vector of views per item. Each microbatch crosses every boundary in both directions.
   const auto num_items = static_cast<std::uint64_t>(kNumMinibatches * schedule.num_microbatches * 2 *
                                                     (num_stages(schedule) - 1));
-  EXPECT_GE(count.num_of_callers, num_items - 100);  // less what was on its way at the first look
+  // Some items were already on their way when counting began.
+  EXPECT_GE(count.num_of_callers, num_items - 100);
   EXPECT_EQ(count.num_allocations, count.num_of_callers) << count.first;
 }
 

@@ -75,7 +75,7 @@ INSTANTIATE_TEST_SUITE_P(Schedules, Pipeline,
                                           testing::ValuesIn(pipeline_schedules()),
                                           testing::Values<std::int64_t>(1, 2, 3, 4)),
                          case_name);
-// Staging does not depend on the schedule, so one schedule of each kind is enough.
+// Staging does not depend on the schedule, so two schedules are enough.
 INSTANTIATE_TEST_SUITE_P(Staged, Pipeline,
                          testing::Combine(testing::Values("inproc", "zmq"), testing::Values(true),
                                           testing::Values("pipedream", "interleaved"),
@@ -104,9 +104,8 @@ TEST_P(Transports, MoreInFlightThanAStraightLineNeedsIsMoreDelay) {
   }
 }
 
-// The end comes on the channels of every stage, though a worker learns of it from its first stage. A caller
-// that waits for the ends of the other stages receives them. A caller that does not wait for them disturbs no
-// other worker.
+// The end of the data comes on the channels of every stage, but a worker learns of it from its first stage. A
+// caller may wait for the ends of the other stages. If it does not, it disturbs no other worker.
 TEST_P(Transports, WorkersWithSeveralStagesGetTheEndOnEveryChannel) {
   const std::vector<std::pair<std::int64_t, std::int64_t>> shapes = {{2, 2}, {2, 3}, {3, 2}};
   for (const auto& [num_workers, num_chunks] : shapes) {
@@ -128,7 +127,7 @@ TEST_P(Transports, WorkersWithSeveralStagesGetTheEndOnEveryChannel) {
 
 // ---- One host ----
 
-// With items of a few bytes, and with items of some ten thousand bytes.
+// The parameter chooses between items of a few bytes and items of some ten thousand bytes.
 class OneHost : public testing::TestWithParam<bool> {
  protected:
   void SetUp() override {

@@ -149,7 +149,7 @@ TEST_P(Faults, WorkerThatVanishesEndsTheOthersWithWhereTheyWere) {
   }
 }
 
-// If two workers have two stages each, each one is the other's upstream and downstream.
+// If two workers have two stages each, each worker is both upstream and downstream of the other.
 TEST_P(Faults, WorkersWithSeveralStagesEndAsTheOthersDo) {
   for (const Fault fault : {Fault::kAbort, Fault::kDestroyed, Fault::kClosed}) {
     for (std::int64_t stage = 0; stage < 4; ++stage) {
@@ -182,7 +182,7 @@ TEST_P(Faults, DeadlineReturnsNothingAndTheNextAskGetsTheWork) {
     ASSERT_TRUE(nothing.ok()) << nothing.failure().message;
     EXPECT_FALSE(nothing.value().has_value());
   }
-  b_->engine().add_wait(1'000'000'000);  // between two asks the caller did something else
+  b_->engine().add_wait(1'000'000'000);  // the caller did something else between two calls of next_work()
   EXPECT_EQ(next(*a_).opcode, Opcode::kForward);
   a_->engine().complete(Opcode::kForward, outgoing(1), 0);
   {
@@ -195,7 +195,7 @@ TEST_P(Faults, DeadlineReturnsNothingAndTheNextAskGetsTheWork) {
   b_->engine().complete(Opcode::kForward, {}, 0);
   const Span span = b_->engine().spans().at(0);
   const std::int64_t wait_ns = span.wait_ns - 1'000'000'000;
-  EXPECT_GE(wait_ns, 6'000'000);  // all three attempts count
+  EXPECT_GE(wait_ns, 6'000'000);  // the waits of all three attempts count
   EXPECT_GE(span.asked_ns, asked_ns);
   EXPECT_LE(wait_ns, span.ready_ns - span.asked_ns);
 }
@@ -214,8 +214,8 @@ TEST_P(Faults, EndOnAGradientChannelIsRefused) {
             "stage 0 at minibatch 0 (BACKWARD): gradients of stage 1 to stage 0: ended with items still due");
 }
 
-// The tensors are the user's: if they are too large for the plan, they are refused before anything has
-// changed.
+// The tensors come from the user. If they are too large for the plan, complete() refuses them before it
+// changes anything.
 TEST_P(Faults, CompletionThatDoesNotFitThePlanCanBeRepeated) {
   make_pair();
   start_pair();
@@ -242,7 +242,7 @@ TEST_P(Faults, CloseWaitsForItemsThatHaveNoCreditYet) {
   for (std::uint32_t index = 0; index < 4; ++index) {
     ASSERT_TRUE(send_item(*a_, activations_name(0), index, patience()));
   }
-  std::vector<ReceivedItem> held;  // so many that the rest has no credit
+  std::vector<ReceivedItem> held;  // holds all slots, so later items get no credit
   for (std::uint32_t index = 0; index < 4; ++index) {
     auto item = b_->receive_item(activations_name(0), patience());
     ASSERT_TRUE(item.ok() && item.value());
@@ -281,7 +281,7 @@ TEST_P(Faults, SendItemWaitsForRoomUntilTheDeadlineAndFailsWithTheRun) {
   ASSERT_TRUE(send_item(*a_, activations_name(0), 2, patience()));
   b_->abort(kAbortText);
   std::optional<Failure> failure;
-  for (std::uint32_t index = 3; !failure; ++index) {  // room there is from now on, and soon an error instead
+  for (std::uint32_t index = 3; !failure; ++index) {  // from now on there is room, and soon the failure
     std::vector<std::byte> bytes(10);
     const Result<bool> sent = a_->send_item(activations_name(0), {}, {view(bytes)}, nullptr, patience());
     if (!sent.ok()) failure = sent.failure();
@@ -367,7 +367,8 @@ TEST_P(Faults, ReceiveItemSaysThatThePeerHasClosedItsChannel) {
 TEST_P(Faults, AbortTextIsNeverCutInsideACharacter) {
   make_pair();
   std::string text = "x";
-  while (text.size() < 2000) text += "\xC3\xA9";  // two bytes each, so the limit falls between them
+  // Each character has two bytes, so the limit falls inside a character.
+  while (text.size() < 2000) text += "\xC3\xA9";
   a_->abort(text);
   const auto item = b_->receive_item(activations_name(0), patience());
   ASSERT_FALSE(item.ok());
@@ -389,7 +390,7 @@ TEST_P(Faults, ItemsMayOutliveTheWorkerWhileTheyHoldItsPool) {
   }).join();
 }
 
-// pulse() may be called even before there is an engine and after the engine has ended.
+// pulse() may be called before there is an engine, and after the engine has ended.
 TEST_P(Faults, PulseMayComeFromAnyThreadAtAnyTime) {
   make_pair();
   std::atomic<bool> done{false};
@@ -431,8 +432,8 @@ INSTANTIATE_TEST_SUITE_P(Transports, Faults, testing::Values("inproc", "zmq"), t
 
 // ---- Errors of the device ----
 
-// Any call of the device may fail, on any thread. Then the worker reports its position and the device's
-// message, and the other workers receive this report.
+// Any call of the device may fail, on any thread. The worker then reports its position and the device's
+// message. The other workers receive this report.
 class DeviceFaults : public testing::TestWithParam<std::tuple<std::string, bool>> {};
 
 TEST_P(DeviceFaults, AreToldByEveryWorkerWithStageMinibatchAndTheDevicesWords) {
@@ -566,7 +567,7 @@ TEST_F(OneChannel, TransfersAreKeptWhereTheChannelSaysSo) {
   ASSERT_EQ(received.received.size(), 2U);
   EXPECT_TRUE(sent.received.empty() && received.sent.empty());
   EXPECT_EQ(sent.sent.back().minibatch, MinibatchId(2));
-  EXPECT_EQ(sent.sent.back().wire_bytes, 2 * kNumElements);  // of what travels: 16 bits an element
+  EXPECT_EQ(sent.sent.back().wire_bytes, 2 * kNumElements);  // an element has 16 bits on the wire
   EXPECT_EQ(received.received.back().wire_bytes, 2 * kNumElements);
 
   make_workers(spec(), spec());
@@ -589,7 +590,7 @@ TEST_F(OneChannel, MemoryThatCannotBeOpenedLeavesTheWire) {
   make_workers(spec(), spec());
   auto endpoints = b_->listen();
   endpoints.at("activations").back() =
-      endpoints.at("activations").back() == '0' ? '1' : '0';  // the secret's end
+      endpoints.at("activations").back() == '0' ? '1' : '0';  // changes the last digit of the memory's secret
   a_->connect(endpoints);
   open();
   expect_transports("zmq/tcp");
@@ -598,7 +599,7 @@ TEST_F(OneChannel, MemoryThatCannotBeOpenedLeavesTheWire) {
   EXPECT_EQ(b_->channel_stats().at("activations").placed_bytes, 0U);
 }
 
-// Two memories may be exchanged by anyone who can write to the rendezvous store.
+// Whoever can write to the rendezvous store can exchange the offers of two memories.
 TEST_F(OneChannel, ExchangedMemoriesLeaveTheWire) {
   const ChannelSpec one = spec();
   ChannelSpec two = spec();
@@ -646,7 +647,7 @@ TEST_F(OneChannel, EncodedTensorsArriveDecodedOnBothRoads) {
     open();
     expect_transports(shares ? "shared memory" : "zmq/tcp");
     send(values_);
-    EXPECT_EQ(receive(), values_);  // 1.5 has few bits
+    EXPECT_EQ(receive(), values_);  // 1.5 is exact with 16 bits
     const ChannelStats stats = b_->channel_stats().at("activations");
     EXPECT_EQ(stats.tensor_bytes, 4 * kNumElements);
     EXPECT_EQ(stats.placed_bytes, shares ? 2 * kNumElements : 0);
@@ -665,7 +666,8 @@ TEST_F(OneChannel, WhatTopKLeavesOutComesLater) {
   send(first);
   std::fill(first.begin() + kNumElements / 2, first.end(), 0.0F);
   EXPECT_EQ(receive(), first);
-  send(std::vector<float>(kNumElements, 0.0F));  // what is left is 1 in the second half
+  // Sends the 1s of the second half, which were left out before.
+  send(std::vector<float>(kNumElements, 0.0F));
   std::vector<float> second(kNumElements, 0.0F);
   std::fill(second.begin() + kNumElements / 2, second.end(), 1.0F);
   EXPECT_EQ(receive(), second);

@@ -27,7 +27,7 @@ namespace {
 std::atomic<std::uint64_t> num_allocations{0};
 thread_local std::uint64_t num_allocations_of_thread = 0;
 
-// The first allocation since the current counter was made.
+// These describe the first allocation since the current counter was made.
 constexpr int kNumFramesMax = 24;
 std::atomic<bool> first_is_awaited{false};
 std::size_t first_bytes = 0;
@@ -94,8 +94,8 @@ struct Allocator {
   int (*posix_memalign)(void** data, std::size_t alignment, std::size_t num_bytes) = nullptr;
 };
 
-// Memory for allocations during the look-up of the C library's functions. It is never freed. The look-up runs
-// before main(), when there is one thread.
+// Memory for allocations that happen while the C library's functions are looked up. It is never freed. The
+// look-up runs before main(), when there is one thread.
 alignas(std::max_align_t) std::array<std::byte, 8192> first_memory{};
 std::size_t num_first_memory_used = 0;
 
@@ -150,7 +150,8 @@ PD_INTERPOSED void* malloc(std::size_t num_bytes) noexcept {
 
 PD_INTERPOSED void* calloc(std::size_t num_items, std::size_t item_bytes) noexcept {
   const Allocator* const real = real_allocator();
-  if (real == nullptr) return take_first_memory(num_items * item_bytes);  // zeroed, and never used before
+  // The memory is zero, because it was never used.
+  if (real == nullptr) return take_first_memory(num_items * item_bytes);
   count(num_items * item_bytes);
   return real->calloc(num_items, item_bytes);
 }

@@ -15,13 +15,13 @@ class AllocationCounter {
   AllocationCounter& operator=(const AllocationCounter&) = delete;
   ~AllocationCounter();
 
-  // False under a sanitizer: every count is 0.
+  // Returns false under a sanitizer. Then every count is 0.
   [[nodiscard]] static bool counts();
 
   [[nodiscard]] std::uint64_t num_in_all() const;          // on all threads
   [[nodiscard]] std::uint64_t num_on_this_thread() const;  // on the thread that made the counter
-  // The size and the stack of the first allocation, for a failing test's message. addr2line -e turns the
-  // addresses into lines of the executable.
+  // Returns the size and the stack of the first allocation, for a failing test's message. addr2line -e turns
+  // the addresses into lines of the executable.
   [[nodiscard]] std::string first() const;
 
  private:

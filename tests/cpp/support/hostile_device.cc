@@ -30,10 +30,10 @@
 namespace pipedream {
 namespace {
 
-constexpr std::size_t kNumStreamsMax = 256;  // of a process, at once
+constexpr std::size_t kNumStreamsMax = 256;  // streams of a process that exist at once
 constexpr std::byte kPoison{0xFF};
 
-// For each stream, the number of its operations that come before a given operation.
+// For each stream, how many of its operations come before a given operation.
 using Seen = std::array<std::uint64_t, kNumStreamsMax>;
 
 void join(Seen& seen, const Seen& other) {
@@ -45,10 +45,10 @@ void join(Seen& seen, const Seen& other) {
 // Bytes that an operation reads or writes. If one memory is mapped twice, its bytes have the same range.
 struct Range {
   std::uint64_t memory = 0;  // 0: the host's
-  std::uint64_t offset = 0;  // in it; an address of the host
+  std::uint64_t offset = 0;  // offset in that memory; for the host the address itself
   std::size_t num_bytes = 0;
-  std::byte* mapped = nullptr;   // where a stream's thread finds them
-  std::uint64_t allocation = 0;  // 0: none that the device knows
+  std::byte* mapped = nullptr;   // address at which a stream's thread finds them
+  std::uint64_t allocation = 0;  // 0 if the device knows no allocation there
 };
 
 bool overlap(const Range& one, const Range& other) {
@@ -60,22 +60,22 @@ bool overlap(const Range& one, const Range& other) {
 struct EventState {
   std::uint64_t num_records = 0;
   std::uint64_t last_complete = 0;
-  Seen seen{};  // by the last record
+  Seen seen{};  // the operations that come before the last record
 };
 
 enum class Kind { kCopy, kRecord, kWait, kCall, kKernel };
 
 struct Operation {
   Kind kind = Kind::kKernel;
-  std::uint64_t index = 0;  // in its stream, from 1
+  std::uint64_t index = 0;  // position in its stream, counted from 1
   Range from;               // kCopy
   Range to;
-  std::shared_ptr<EventState> event;  // kRecord, kWait
+  std::shared_ptr<EventState> event;  // used by kRecord and kWait
   std::uint64_t record = 0;
-  std::function<void()> function;  // kCall, kKernel
+  std::function<void()> function;  // used by kCall and kKernel
 };
 
-// Device memory that the driver finds by its address.
+// An allocation of device memory, which the driver finds by its address.
 struct Allocation {
   std::uint64_t id = 0;
   Range range;
@@ -84,16 +84,17 @@ struct Allocation {
 
 // State that all devices of the process share.
 struct Driver {
-  std::mutex mutex;                                  // guards all of this file but the bytes
-  std::condition_variable changed;                   // operations are done, contexts have ended
-  std::map<std::uintptr_t, Allocation> allocations;  // by the first byte; freed ones stay, as their addresses
+  std::mutex mutex;                 // guards all state of this file except the bytes of memory
+  std::condition_variable changed;  // notified when operations are done or a context has ended
+  // By the first byte. Freed allocations stay, because their addresses are never used again.
+  std::map<std::uintptr_t, Allocation> allocations;
   std::uint64_t num_allocations = 0;
   std::uint64_t num_memories = 0;
-  std::map<std::pair<dev_t, ino_t>, std::uint64_t> memories;  // of files
+  std::map<std::pair<dev_t, ino_t>, std::uint64_t> memories;  // by the file that holds the memory
   std::array<HostileQueue*, kNumStreamsMax> queues{};
-  Seen num_operations{};  // of each stream's number, also of those that had it before
+  Seen num_operations{};  // By stream number. Counts operations of earlier streams with the same number too.
 
-  std::mutex host_functions_mutex;  // held while one runs
+  std::mutex host_functions_mutex;  // held while a host function runs
 };
 
 Driver& driver() {
@@ -120,15 +121,16 @@ std::uint64_t next_device_seed() {
   return process_seed() * 1000 + num_devices.fetch_add(1);
 }
 
-// Finds the range of these bytes. Empty for freed memory, or if the bytes go beyond their memory. Called
-// under the driver's mutex.
+// Finds the range of these bytes. Returns nothing for freed memory, or if the bytes go beyond their memory.
+// The caller holds the driver's mutex.
 std::optional<Range> resolve(const void* data, std::size_t num_bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(data);
   Range range;
   range.offset = address;
   range.num_bytes = num_bytes;
   range.mapped =
-      static_cast<std::byte*>(const_cast<void*>(data));  // NOLINT(*-const-cast): written if it is `to`
+      // NOLINT(*-const-cast): written only as a copy's target.
+      static_cast<std::byte*>(const_cast<void*>(data));
   const auto& allocations = driver().allocations;
   auto after = allocations.upper_bound(address);
   if (after == allocations.begin()) return range;
@@ -225,13 +227,13 @@ class HostileQueue {
     driver().changed.wait(lock, [&] { return num_done_ >= num_operations || device_.ended_; });
     if (device_.ended_) device_.throw_failed("synchronize", *device_.ended_);
   }
-  // Ends the device's context for an error of a kernel.
+  // Ends the device's context because of an error in a kernel.
   void end_context(const std::string& why) {
     std::unique_lock lock(driver().mutex);
     device_.end_context(lock, why);
   }
 
-  // This function and all functions below it are called under the driver's mutex.
+  // Callers hold the driver's mutex from here on.
   void wake() { wake_.notify_all(); }
   [[nodiscard]] bool copies() const { return copies_; }
   [[nodiscard]] bool uses(std::uint64_t allocation) {
@@ -280,7 +282,7 @@ class HostileQueue {
       if (device_.is_ending_) continue;
       Operation done = operations_.take_front();
       lock.unlock();
-      done = {};  // what it holds goes before anyone can see that it is done
+      done = {};  // destroys what the function holds before the operation counts as done
       lock.lock();
       ++num_done_;
       driver().changed.notify_all();
@@ -327,7 +329,7 @@ class HostileQueue {
     dawdle();
     std::memcpy(copy.to.mapped, copy.from.mapped, copy.to.num_bytes);
   }
-  // Delays an operation at random: mostly not at all, and now and then for long.
+  // Delays an operation at random. Most operations are not delayed, and a few are delayed for long.
   void dawdle() {
     const std::uint64_t chance = random_() % 64;
     if (chance == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 500));
@@ -348,8 +350,8 @@ class HostileQueue {
   std::size_t stream_ = 0;
   std::mt19937_64 random_;  // the thread's
   std::condition_variable wake_;
-  RingBuffer<Operation> operations_{kStreamDepth};  // that are not done, the one that runs included
-  Seen seen_{};                                     // by what is enqueued next
+  RingBuffer<Operation> operations_{kStreamDepth};  // operations that are not done, with the one that runs
+  Seen seen_{};                                     // what the next operation comes after
   std::uint64_t num_enqueued_ = 0;
   std::uint64_t num_done_ = 0;
   bool copies_ = false;  // now
@@ -411,7 +413,7 @@ class HostileStream final : public Stream {
   [[nodiscard]] HostileQueue& queue() { return queue_; }
 
  private:
-  const std::unique_ptr<HostileQueue> owned_;  // null when it is wrapped
+  const std::unique_ptr<HostileQueue> owned_;  // null for a wrapped stream
   HostileQueue& queue_;
 };
 
@@ -421,7 +423,7 @@ class HostileStream final : public Stream {
 // access.
 class HostileMemory final : public ExportedMemory {
  public:
-  // fd: a file of at least num_bytes.
+  // `fd` is a file of at least num_bytes.
   HostileMemory(HostileDevice& device, std::atomic<int>* count, int fd, std::size_t num_bytes)
       : device_(device),
         count_(count),
@@ -638,7 +640,7 @@ std::shared_ptr<Memory> upload(Device& device, Stream& stream, std::vector<std::
       try {
         if (copied) copied->wait();
       } catch (const DeviceError&) {
-        // The device has failed: nothing is copied any more.
+        // The device has failed, so no copy reads the bytes any more.
       }
     }
   };

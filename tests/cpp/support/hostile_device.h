@@ -37,15 +37,15 @@ class HostileQueue;
 
 class HostileDevice final : public Device {
  public:
-  // Reasons for which calls are refused; empty for none. Set them before the device is used.
+  // Reasons for which the device refuses calls; empty if it does not. Set them before the device is used.
   std::string why_not_exported;
   std::string why_not_imported;
-  std::string why_no_memory;         // thrown, as UserError
-  bool maps_another_memory = false;  // as a driver might, that reuses numbers
+  std::string why_no_memory;  // thrown as a UserError
+  // Import_memory() maps another memory, as a driver that reuses numbers might.
+  bool maps_another_memory = false;
 
-  // Chooses the call that fails: the call of this name after num_calls_before others; "" counts calls of any
-  // name. The call throws DeviceError with this reason. It also ends the context, unless the fault says that
-  // the context lives on.
+  // Chooses the call that fails: the call of this name after num_calls_before others. "" counts calls of any
+  // name. The call throws DeviceError with the text `why`. It also ends the context if ends_context is set.
   struct Fault {
     std::string call;
     std::uint64_t num_calls_before = 0;
@@ -59,19 +59,20 @@ class HostileDevice final : public Device {
   HostileDevice& operator=(const HostileDevice&) = delete;
 
   void fail(Fault fault);
-  // Enqueues a kernel. The kernel may wait, because it does not hold up host functions of other streams.
+  // Enqueues a kernel. The kernel may wait, because it does not hold up the host functions of other streams.
   void launch(Stream& stream, std::function<void()> kernel);
   // Enqueues a kernel that ends the context when it runs.
   void launch_fault(Stream& stream, std::string why);
 
-  [[nodiscard]] std::uint64_t num_calls() const;  // that may fail
-  [[nodiscard]] bool is_broken() const;           // its context has ended
+  [[nodiscard]] std::uint64_t num_calls() const;  // calls so far that could have failed
+  [[nodiscard]] bool is_broken() const;           // whether the context has ended
   // Returns the violations so far. They no longer fail the test.
   [[nodiscard]] std::vector<std::string> take_violations();
 
-  [[nodiscard]] int num_exported() const { return num_exported_; }  // and not freed
+  [[nodiscard]] int num_exported() const { return num_exported_; }  // exported and not yet freed
   [[nodiscard]] int num_imported() const { return num_imported_; }
-  [[nodiscard]] int num_registered() const { return num_registered_; }  // ever
+  // Registered so far, with those given back.
+  [[nodiscard]] int num_registered() const { return num_registered_; }
 
   [[nodiscard]] DeviceType type() const override { return DeviceType::kCuda; }
   [[nodiscard]] int index() const override { return 0; }
@@ -95,7 +96,7 @@ class HostileDevice final : public Device {
   friend class HostileEvent;
   friend class HostileMemory;
 
-  // All functions below are called under the mutex of the process's driver.
+  // Callers of these functions hold the mutex of the process's driver.
   using Lock = std::unique_lock<std::mutex>;
   void enter(Lock& lock, const char* call);
   void end_context(Lock& lock, const std::string& why);
@@ -106,8 +107,8 @@ class HostileDevice final : public Device {
   std::uint64_t num_streams_ = 0;  // ever
   std::uint64_t num_calls_ = 0;
   std::optional<Fault> fault_;
-  bool is_ending_ = false;            // no copy begins any more
-  std::optional<std::string> ended_;  // the context, and why: none is under way
+  bool is_ending_ = false;            // no further copy begins
+  std::optional<std::string> ended_;  // Why the context has ended. No copy is running then.
   std::vector<std::string> violations_;
   std::vector<HostileQueue*> queues_;
   std::map<std::uintptr_t, std::unique_ptr<HostileQueue>> wrapped_;  // by native handle
@@ -116,10 +117,10 @@ class HostileDevice final : public Device {
   std::atomic<int> num_registered_{0};
 };
 
-// Copies the bytes into new device memory by the stream. The memory is freed only after that copy.
+// Copies the bytes to new device memory on the stream. The memory is freed only after that copy.
 [[nodiscard]] std::shared_ptr<Memory> upload(Device& device, Stream& stream, std::vector<std::byte> bytes);
 
-// Reads bytes of the device or of the host by the stream, when all work enqueued before is done.
+// Waits until the stream has done all work enqueued before, and reads bytes of the device or of the host.
 [[nodiscard]] std::vector<std::byte> read_bytes(Stream& stream, const void* data, std::size_t num_bytes);
 
 }  // namespace pipedream

@@ -1,6 +1,7 @@
-// ctest tells a test executable by environment variables which shard of the tests to run. This file hides
-// them from programs that the tests start, which often are the executable itself with another filter. Every
-// test executable links this. It runs after GoogleTest has read the shard, and before the first test.
+// Hides the shard of ctest from programs that the tests start. ctest tells a test executable by environment
+// variables which shard of the tests to run. The tests often start the same executable with another filter,
+// which must not apply the shard. Every test executable links this file. It runs after GoogleTest has read
+// the shard, and before the first test.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

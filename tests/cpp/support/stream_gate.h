@@ -1,4 +1,4 @@
-// Holds a stream of any device until the gate is opened or destroyed. So tests can prove an order without
+// Holds a stream of any device until the gate is opened or destroyed. With it a test proves an order without
 // sleeps.
 #pragma once
 
@@ -16,9 +16,9 @@
 
 namespace pipedream {
 
-// On a hostile device and on the tests' CUDA the stream is held by work that holds up no other stream. On
-// other devices a host function holds it. On a GPU that function also holds up the host functions of all
-// other streams.
+// On a hostile device and on the tests' CUDA the gate is a kernel, which holds up no other stream. On other
+// devices it is a host function. On a GPU that function also holds up the host functions of all other
+// streams.
 class StreamGate {
  public:
   StreamGate(Device& device, Stream& stream) {
@@ -64,12 +64,12 @@ class StreamGate {
   }
 
   const std::shared_ptr<std::latch> opened_ =
-      std::make_shared<std::latch>(1);  // the stream outlives the gate
+      std::make_shared<std::latch>(1);  // shared, because the stream may outlive the gate
   bool is_open_ = false;
 };
 
-// Skips a test that closes a gate while channels work, if the closed gate would hold up the channels on this
-// device.
+// Skips a test that closes a gate while channels work, if on this device the closed gate would hold up the
+// channels.
 #define PD_SKIP_WITHOUT_GATES(device)                             \
   if (!StreamGate::leaves_others_free(device)) {                  \
     GTEST_SKIP() << "a gate holds all of a GPU's host functions"; \

@@ -92,8 +92,8 @@ TEST(ConnectAddress, LoopbackNeedsNothingAndEverythingElseKeysOrAnExplicitWord) 
   insecure.insecure = true;
   TransportOptions with_keys;
   with_keys.keys = CurveKeys{};
-  // Addresses that someone who may write to the rendezvous store could name. Some are in forms that only
-  // libzmq or the resolver knows.
+  // These are addresses that a stranger who can write to the rendezvous store could name. Some are in forms
+  // that only libzmq or the resolver knows.
   for (const char* address :
        {"tcp://10.0.0.1:40001", "tcp://[fe80::1]:40001", "tcp://host.example.com:40001",
         "tcp://localhost:40001", "tcp://127.0.0.1:0;10.0.0.1:40001", "tcp://127.0.0.1 ;10.0.0.1:40001",

@@ -76,7 +76,7 @@ class CurveTransports : public testing::Test {
       return error.what();
     }
   }
-  // The failure with which an attempt to connect ends.
+  // Returns the failure with which an attempt to connect ends.
   static Failure failure_of(const std::optional<CurveKeys>& keys, const std::string& endpoint) {
     Recorder recorder;
     const std::unique_ptr<Transport> connecting = transport(keys);
@@ -246,7 +246,7 @@ TEST_F(CurveTransports, SmallestPayloadLimitLeavesRoomForHandshakeAndEncryption)
   connecting->connect(options, link.endpoint(), at_connector).send(tensor_frame(0, payload));
   EXPECT_TRUE(at_listener.wait_frames(1));
   connecting->shutdown(10);
-  listening_->shutdown(10);  // before its recorder dies
+  listening_->shutdown(10);  // its recorder is destroyed before the transport
 }
 
 TEST_F(CurveTransports, LargestPayloadArrivesEncrypted) {

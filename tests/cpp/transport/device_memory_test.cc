@@ -1,7 +1,7 @@
 // Tests device memory that two processes map, on the hostile device (support/hostile_device.h), and on CUDA
-// if there is a device. One process reads what the other writes; memory that is not the one described by the
-// address is refused; the maker frees the memory last; and an offer says whether any of this works. The other
-// process is a fork of the test that executes the test again.
+// if there is a device. One process reads what the other writes. Memory that does not match the address is
+// refused. The maker frees the memory last. An offer says whether sharing works. The other process is a fork
+// of the test that executes the test again.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -28,7 +28,7 @@
 namespace pipedream {
 namespace {
 
-constexpr const char* kAddressVariable = "PIPEDREAM_TEST_DEVICE_MEMORY";  // of the other process
+constexpr const char* kAddressVariable = "PIPEDREAM_TEST_DEVICE_MEMORY";  // set for the other process
 constexpr const char* kDeviceVariable = "PIPEDREAM_TEST_DEVICE";
 constexpr std::size_t kNumBytes = (std::size_t{3} << 20) + 100;
 constexpr LinkIdentity kRun{0xABCDEF, 4, 0};
@@ -52,7 +52,7 @@ void write(Device& device, const SharedMemory& memory, const std::vector<std::by
   stream->synchronize();
 }
 
-// ---- The other process: it talks to the test by pipes ----
+// ---- The other process, which talks to the test by pipes ----
 
 class OtherProcess {
  public:
@@ -82,7 +82,7 @@ class OtherProcess {
   OtherProcess(const OtherProcess&) = delete;
   OtherProcess& operator=(const OtherProcess&) = delete;
 
-  // The next line that begins with the prefix, without the prefix; empty when the process has ended.
+  // Returns the rest of the next line that begins with the prefix, or "" if the process has ended.
   [[nodiscard]] std::string wait_for(const std::string& prefix) const {
     for (;;) {
       std::string line;
@@ -113,8 +113,8 @@ void wait_until_let_go() {
   ASSERT_EQ(::read(STDIN_FILENO, &symbol, 1), 1);
 }
 
-// Opens the test's memory, replaces each byte that it reads by the byte's complement, and keeps the memory
-// until the test says otherwise.
+// Opens the test's memory and replaces each byte by its complement. Keeps the memory until the test says
+// otherwise.
 TEST(DeviceMemoryOther, DISABLED_AnswersAndKeepsIt) {
   const auto device = make_device(std::getenv(kDeviceVariable));
   std::string why;
@@ -189,7 +189,8 @@ TEST_P(DeviceMemory, MakerFreesItAfterTheOtherProcessHasLetGo) {
     made.reset();
     freed = true;
   });
-  std::this_thread::sleep_for(std::chrono::milliseconds(30));  // time for a maker that does not wait
+  // A maker that did not wait would end in this time.
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
   EXPECT_FALSE(freed.load());
   other.let_go();
   maker.join();
@@ -205,11 +206,11 @@ TEST_P(DeviceMemory, MakerWaitsForNobodyWhoWasKilled) {
   other.kill();
   made.reset();
   if (const auto* hostile = dynamic_cast<const HostileDevice*>(device_.get())) {
-    EXPECT_EQ(hostile->num_exported(), 0);  // freed, not left
+    EXPECT_EQ(hostile->num_exported(), 0);  // the memory was freed
   }
 }
 
-// Many memories may be freed together: all of them wait until the same time.
+// The deadline is the same for memories that are freed together, so they do not wait one after the other.
 TEST(DeviceSharedMemory, MakerWaitsUntilTheDeadlineAndThenLeavesIt) {
   HostileDevice device;
   auto made = SharedMemory::make_on(device, kNumBytes, kUse);
@@ -224,7 +225,7 @@ TEST(DeviceSharedMemory, MakerWaitsUntilTheDeadlineAndThenLeavesIt) {
     (*memory)->wait_until_at_most(deadline);
     memory->reset();
   }
-  EXPECT_EQ(device.num_exported(), 2);  // neither is freed under the other process
+  EXPECT_EQ(device.num_exported(), 2);  // neither is freed while the other process uses it
 }
 
 TEST_P(DeviceMemory, MemoryOfAnotherUseIsRefused) {
@@ -346,7 +347,7 @@ TEST(DeviceOffer, WhatADeviceThrowsMeanwhileIsTheReason) {
   EXPECT_EQ(why, device.why_no_memory);
   EXPECT_EQ(make_device_offer(device, kRun), nullptr);
   EXPECT_EQ(device.num_imported(), 0);
-  EXPECT_EQ(device.num_exported(), 1);  // the first
+  EXPECT_EQ(device.num_exported(), 1);  // the first memory
 }
 
 TEST(DeviceOffer, MappingOfOtherMemoryIsFoundOut) {

@@ -1,6 +1,5 @@
 // Tests, for every transport, which thread drives it, and that nothing is lost when another thread takes
-// over. If a test needs something to run on a certain thread, it tries again until no other thread is
-// driving.
+// over. Some tests need a function to run on a certain thread. They repeat until no other thread drives.
 #include <gtest/gtest.h>
 #include <sys/time.h>
 
@@ -18,13 +17,13 @@
 namespace pipedream {
 namespace {
 
-// At a deadline the transport thread would deliver what was lost. So deadlines are later than the time at
-// which the test gives up.
+// At the deadline of a wait the transport thread would deliver a lost frame, and hide the loss. So deadlines
+// are later than the end of the test's patience.
 constexpr double kNoDeadlineS = 1e4;
 
 Deadline in_patience() { return Clock::now() + kPatience; }
 
-// A signal with a handler, up to 20,000 times a second, while it lives.
+// Sends this process a signal with a handler, up to 20,000 times a second, while it exists.
 class Interruptions {
  public:
   Interruptions() {
@@ -68,7 +67,7 @@ class Driving : public testing::TestWithParam<std::string> {
     connecting_ = make_transport(GetParam(), options);
   }
   void open_link() {
-    // The thread that waits is woken, because another thread may deliver the frame for which it waits.
+    // Another thread may deliver the frame for which a thread waits. So each frame wakes the waiting thread.
     at_listener_.after_frame = [this] { listening_->interrupt(); };
     at_connector_.after_frame = [this] { connecting_->interrupt(); };
     listener_ = &listening_->listen(link_options("stage 0 (rank 0)"), at_listener_);
@@ -77,7 +76,7 @@ class Driving : public testing::TestWithParam<std::string> {
     ASSERT_TRUE(at_connector_.wait_open());
   }
 
-  // Posts `function` again and again until it has run on this thread. Returns whether it has.
+  // Posts `function` again and again until it has run on this thread. Returns false if it never did.
   template <class Function>
   [[nodiscard]] static bool runs_here(Transport& transport, Function function) {
     return wait_until([&] {
@@ -90,7 +89,7 @@ class Driving : public testing::TestWithParam<std::string> {
     });
   }
 
-  // Declared first: they outlive the transports.
+  // The recorders are declared first, so that they outlive the transports.
   Recorder at_listener_;
   Recorder at_connector_;
   std::unique_ptr<Transport> listening_;
@@ -128,7 +127,7 @@ TEST_P(Driving, WhatIsPostedForLaterRunsBeforeThePosterWaits) {
   std::atomic<bool> ran{false};
   connecting_->post_for_later([&] {
     ran = true;
-    connecting_->interrupt();  // another thread may run it
+    connecting_->interrupt();  // the function may run on another thread
   });
   EXPECT_TRUE(connecting_->drive_until(in_patience(), [&] { return ran.load(); }));
   EXPECT_TRUE(ran.load());
@@ -156,7 +155,7 @@ TEST_P(Driving, WhatIsPostedWhileAnotherThreadDrivesIsRunByThatOne) {
     thread = std::this_thread::get_id();
     ran.count_down();
   });
-  EXPECT_FALSE(ran.try_wait());  // it did not wait for the other
+  EXPECT_FALSE(ran.try_wait());  // this post did not wait for the other thread
   posted.count_down();
   ran.wait();
   EXPECT_EQ(thread, busy_thread);
@@ -207,7 +206,7 @@ TEST_P(Driving, ErrorOfATaskLeavesWhatWasPostedBesideItInItsOrder) {
   EXPECT_TRUE(wait_until(has_thrown_here));
 }
 
-// A post does not drive the transport, so the transport thread runs the task.
+// post() does not drive the transport, so the transport thread runs the task.
 TEST_P(Driving, ErrorOnTheTransportThreadIsTheFailureOfItsLinks) {
   open_link();
   connecting_->post([] { throw std::runtime_error("out of memory"); });
@@ -216,7 +215,7 @@ TEST_P(Driving, ErrorOnTheTransportThreadIsTheFailureOfItsLinks) {
   EXPECT_EQ(failure.message, "out of memory");
   EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
   std::latch ran(1);
-  connecting_->post([&] { ran.count_down(); });  // the thread goes on
+  connecting_->post([&] { ran.count_down(); });  // the transport thread still works
   ran.wait();
 }
 
@@ -231,7 +230,7 @@ TEST_P(Driving, ErrorOfATaskEndsAWaitAndTheNextOneMayWait) {
     return has_thrown.load();
   };
   try {
-    // The transport thread may run the task; then this thread tries again.
+    // The transport thread may run the task. In that case this thread tries again.
     while (!has_thrown.load()) {
       EXPECT_TRUE(connecting_->drive_until(Clock::now() + std::chrono::milliseconds(1), wait_for_error));
     }
@@ -266,7 +265,7 @@ TEST_P(Driving, WhatADriverPostsComesAfterWhatItIsIn) {
 
 TEST_P(Driving, HandlerDrivesNoOtherTransport) {
   const auto ran =
-      std::make_shared<std::atomic<bool>>(false);  // several may be posted, and run after the test
+      std::make_shared<std::atomic<bool>>(false);  // shared, because a task may run after the test
   const std::thread::id here = std::this_thread::get_id();
   EXPECT_TRUE(runs_here(*connecting_, [&] {
     listening_->post_and_drive([ran, here] {
@@ -297,7 +296,7 @@ TEST_P(Driving, PassiveThreadOnlyPosts) {
 TEST_P(Driving, EveryTaskRunsOnceAndAloneHoweverItIsPosted) {
   constexpr int kNumThreads = 4;
   constexpr int kNumTasks = 5000;
-  int num_run = 0;  // plain: drivers follow each other
+  int num_run = 0;  // not atomic, because only one thread drives at a time
   std::vector<std::thread> threads;
   for (int thread_index = 0; thread_index < kNumThreads; ++thread_index) {
     threads.emplace_back([&, thread_index] {
@@ -311,7 +310,7 @@ TEST_P(Driving, EveryTaskRunsOnceAndAloneHoweverItIsPosted) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  // Nothing more is posted: a thread must already be running what is still in the queue.
+  // Nothing more is posted, so a thread must already be running the tasks that are left.
   EXPECT_TRUE(wait_until([&] {
     int num_seen = 0;
     std::latch looked(1);
@@ -324,7 +323,7 @@ TEST_P(Driving, EveryTaskRunsOnceAndAloneHoweverItIsPosted) {
   }));
 }
 
-// Nothing is posted after the task that would cause it to run.
+// No later post would run the task, so it must run without one.
 TEST_P(Driving, TaskPostedAsADriverStopsIsRun) {
   constexpr int kNumRounds = 3000;
   for (int round = 0; round < kNumRounds; ++round) {
@@ -378,7 +377,7 @@ TEST_P(Driving, InterruptIsNotLost) {
       ASSERT_GE(round.load(), awaited) << "an interrupt was lost";
     }
   });
-  std::thread poster([&] {  // turns of others come between
+  std::thread poster([&] {  // other drivers come between
     while (round.load() < kNumRounds) connecting_->post_and_drive([] {});
   });
   for (int index = 0; index < kNumRounds; ++index) {
@@ -428,7 +427,7 @@ TEST_P(Driving, WhatIsPostedToASleepingWaiterIsRun) {
 
 // ---- Traffic ----
 
-// A send at the same moment may consume the report that something has arrived, and there is no second report.
+// libzmq reports only once that a frame has arrived. A send at the same moment may consume this report.
 class DrivingWithTraffic : public Driving {
  protected:
   void send_both_ways(bool is_quick, bool waits) {
@@ -514,7 +513,7 @@ TEST_P(Driving, DeadlinesAreKeptWhileOthersDriveAllTheTime) {
       EXPECT_TRUE(listening_->drive_until(Clock::now() + std::chrono::milliseconds(5), [] { return false; }));
     }
   });
-  // Neither side sends beats, so each side finds that the other is silent.
+  // Neither side sends beats, so each side finds the other one silent.
   EXPECT_EQ(at_connector_.wait_failure().kind, FailureKind::kPeerLost);
   EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
   is_over = true;
@@ -548,7 +547,7 @@ TEST_P(Driving, NoHandlerCallBeginsAfterCloseHasReturnedWhileAnotherThreadDrives
     waiter.join();
     sender.join();
     ASSERT_EQ(num_late.load(), 0) << "round " << round;
-    ASSERT_TRUE(at_connector.wait_closed());  // the recorders die before the transports
+    ASSERT_TRUE(at_connector.wait_closed());  // the recorders are destroyed before the transports
     connector.close();
     std::latch looked(2);
     listening_->post([&] { looked.count_down(); });
@@ -573,8 +572,8 @@ TEST_P(Driving, ShutdownWhileOthersPostSendAndWaitGivesBackEveryFrame) {
       connector.send(credit_frame(0, sent.callback()));
     };
     const auto has_room = [&] { return num_sent.load() - sent.count() < 100; };
-    // The number of posted tasks is bounded, as a channel bounds it: a queue that grows faster than it is run
-    // never becomes empty.
+    // A channel bounds the number of posted tasks, and so does this test. A queue that grows faster than it
+    // is run never becomes empty.
     std::atomic<bool> is_posted{false};
     std::thread poster([&] {
       while (!is_over.load()) {
@@ -634,7 +633,7 @@ TEST_P(Driving, WaiterHasWhatNobodyWaitsForWithWhatWakesIt) {
     }
     OutgoingFrame end;
     end.header.kind = FrameKind::kEnd;
-    // The transport thread may send it after this thread has ended.
+    // The frame is copied, because the transport thread may send it after this thread has ended.
     connecting_->post_and_drive([this, end] { connector_->send(end); });
   });
   EXPECT_TRUE(

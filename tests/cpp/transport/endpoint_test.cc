@@ -10,7 +10,7 @@
 namespace pipedream {
 namespace {
 
-const std::string kKey = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7";  // RFC 32's example
+const std::string kKey = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7";  // the example of ZeroMQ RFC 32
 const std::string kToken = "00112233445566778899aabbccddeeff";
 const std::string kMemory = "4711:12:65536:00112233445566778899aabbccddeeff";
 

@@ -26,7 +26,7 @@ FrameHeaderBytes frame(std::uint64_t sequence) {
   return bytes;
 }
 
-// Takes the oldest frame and returns its number; nothing if there is no frame.
+// Takes the oldest frame and returns its number, or nothing if there is no frame.
 std::optional<std::uint64_t> taken(FrameRings& rings) {
   FrameHeaderBytes bytes;
   if (!rings.take(bytes)) return std::nullopt;
@@ -121,7 +121,7 @@ TEST(Bells, AreOpenedOnlyWhereTheirPipeIs) {
   EXPECT_EQ(BellRope::open(address), nullptr);
 }
 
-// A write into a pipe that no process reads ends the writing process, unless that is prevented.
+// A write into a pipe that no process reads sends SIGPIPE, which ends the process unless it is ignored.
 TEST(Bells, RingingAfterTheOtherHasEndedDoesNothing) {
   auto bell = std::make_unique<Bell>();
   const auto rope = BellRope::open(bell->address());

@@ -12,7 +12,7 @@
 namespace pipedream {
 namespace {
 
-// Reads each payload for as long as the test wants.
+// A handler whose on_frame() reads the payload until the test lets it return.
 class SlowReader final : public LinkHandler {
  public:
   void on_open(Link& /*link*/) override { opened.count_down(); }
@@ -53,7 +53,7 @@ TEST(InprocTransport, ASenderThatEndsWaitsUntilItsPayloadIsRead) {
   EXPECT_EQ(num_sent, 0);
   std::thread ender([&] {
     sending->shutdown(0);
-    payload.reset();  // a reader that still reads is an error for the sanitizers
+    payload.reset();  // if a reader still reads, the sanitizers report it
   });
   reader.may_end.count_down();
   ender.join();

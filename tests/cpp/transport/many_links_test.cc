@@ -1,5 +1,5 @@
 // Tests every transport with many links to several peers that all send at random. No frame is lost or out of
-// order, whichever threads sleep meanwhile.
+// order, whichever threads sleep.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -14,15 +14,15 @@
 namespace pipedream {
 namespace {
 
-constexpr double kNeverDueS = 1e4;  // at which what was lost would be found
+constexpr double kNeverDueS = 1e4;  // so late that no timeout hides a lost frame
 constexpr std::size_t kNumOthers = 3;
 constexpr std::size_t kNumLinksOfHub = 90;
 constexpr std::size_t kNumFramesOfOthers = 4000;
 
-// One end of a link: checks the order of the frames that come, and that none comes after END.
+// One end of a link. It checks the order of the received frames, and that none comes after END.
 class CountingEnd final : public LinkHandler {
  public:
-  // num_ends_due: of the whole transport.
+  // num_ends_due counts the ENDs that the whole transport still waits for.
   CountingEnd(std::size_t number, std::atomic<std::size_t>& num_ends_due)
       : number_(number), num_ends_due_(num_ends_due) {}
 
@@ -69,10 +69,10 @@ class CountingEnd final : public LinkHandler {
   std::uint64_t num_received_ = 0;
 };
 
-// A transport with its ends, a thread that sends by them and one that waits.
+// A transport with its ends, a thread that sends on its links, and a thread that waits.
 struct Party {
   std::atomic<std::size_t> num_ends_due{0};
-  std::vector<std::unique_ptr<CountingEnd>> ends;  // outlive the transport
+  std::vector<std::unique_ptr<CountingEnd>> ends;  // declared first, so that the ends outlive the transport
   std::unique_ptr<Transport> transport;
   std::vector<std::thread> threads;
 
@@ -109,7 +109,7 @@ class ManyLinks : public testing::TestWithParam<std::string> {};
 TEST_P(ManyLinks, LoseNothingToWhoeverSleeps) {
   TransportOptions options;
   options.peer_timeout_s = kNeverDueS;
-  std::vector<std::unique_ptr<Party>> parties;  // the first one has links to all others
+  std::vector<std::unique_ptr<Party>> parties;  // party 0 has links to all others
   for (std::size_t party = 0; party <= kNumOthers; ++party) {
     parties.push_back(std::make_unique<Party>());
     parties.back()->transport = make_transport(GetParam(), options);
@@ -129,7 +129,7 @@ TEST_P(ManyLinks, LoseNothingToWhoeverSleeps) {
   for (const auto& party : parties) {
     party->begin(seed++, party == parties[0] ? kNumOthers * kNumFramesOfOthers : kNumFramesOfOthers);
   }
-  // The last frame may be received by another thread, after this thread has looked.
+  // Another thread may receive the last frame just after this thread has looked.
   for (const auto& party : parties) {
     EXPECT_TRUE(wait_until([&] {
       party->transport->interrupt();

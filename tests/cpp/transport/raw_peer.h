@@ -39,7 +39,7 @@ class RawPeer {
   void set_option(int option, int value) {
     ASSERT_EQ(zmq_.setsockopt(socket_, option, &value, sizeof(value)), 0);
   }
-  // Sets the keys that the socket needs if the listener has keys.
+  // Gives the socket the keys that it needs if the listener has keys.
   void take_keys(const CurveKeys& keys, const std::string& server_key) {
     set_curve_client(zmq_, socket_, keys, server_key);
   }
@@ -48,7 +48,7 @@ class RawPeer {
     if (!token.empty()) set_token_client(zmq_, socket_, token);
     ASSERT_EQ(zmq_.connect(socket_, address.c_str()), 0);
   }
-  // Returns once the ZeroMQ handshake is over.
+  // Connects, and returns when ZeroMQ's handshake is over.
   void connect_and_shake_hands(const std::string& endpoint) {
     constexpr int kEventHandshakeSucceeded = 0x1000;
     ASSERT_EQ(zmq_.socket_monitor(socket_, "inproc://monitor", kEventHandshakeSucceeded), 0);
@@ -68,7 +68,7 @@ class RawPeer {
       ASSERT_GE(zmq_.send(socket_, parts[part].data(), parts[part].size(), flags), 0);
     }
   }
-  // Sends one part, unless the other end has gone already. In that case send() would wait for ever.
+  // Sends one part. Does nothing if the other end has gone already, where send() would wait for ever.
   void offer(const std::vector<std::byte>& part) {
     if (zmq_.send(socket_, part.data(), part.size(), zmq::kDontWait) >= 0) return;
     EXPECT_EQ(zmq_.errno_of_thread(), EAGAIN) << zmq_.last_error();
@@ -96,8 +96,8 @@ inline std::vector<std::byte> hello_bytes() {
   return header_bytes(FrameKind::kHello, 0, link_options().plan_hash);
 }
 
-// A TCP connection to an endpoint on loopback. It sends just the bytes that the test gives it, ZeroMQ's or
-// others. Closed in the destructor.
+// A TCP connection to an endpoint on loopback. It sends only the bytes that the test gives it, whether they
+// follow ZeroMQ's protocol or not. The destructor closes it.
 class TcpStranger {
  public:
   TcpStranger() : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {}
@@ -118,7 +118,7 @@ class TcpStranger {
   void say(std::string_view bytes) {
     EXPECT_EQ(::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
   }
-  // Sends the bytes again and again until the other side has closed, but not many more than num_bytes_max.
+  // Sends the bytes again and again until the other side has closed, or until about num_bytes_max are sent.
   // Returns how many were sent.
   std::size_t say_without_end(std::string_view bytes, std::size_t num_bytes_max) {
     std::size_t num_said = 0;
@@ -150,21 +150,22 @@ class TcpStranger {
   const int fd_;
 };
 
-// ZMTP 3.1 (ZeroMQ RFC 37): the first bytes that a peer with this mechanism sends.
+// Returns the first bytes that a peer with this mechanism sends, by ZMTP 3.1 (ZeroMQ RFC 37).
 inline std::string zmtp_greeting(const std::string& mechanism = "NULL", bool is_server = false) {
   std::string greeting("\xFF\0\0\0\0\0\0\0\1\x7F\3\1", 12);
   greeting += mechanism + std::string(20 - mechanism.size(), '\0');
   return greeting + static_cast<char>(is_server) + std::string(31, '\0');
 }
 
-// A command of at most 255 bytes. A longer command would need a different header.
+// Returns a command of at most 255 bytes. A longer command would need a different header.
 inline std::string zmtp_command(const std::string& body) {
   return std::string("\4") + static_cast<char>(body.size()) + body;
 }
 
 inline std::string zmtp_ready() { return zmtp_command(std::string("\5READY\xBSocket-Type\0\0\0\4PAIR", 26)); }
 
-// PLAIN (ZeroMQ RFC 24): a connector's HELLO, and the answer of a listener that lets it in.
+// These are the messages of PLAIN (ZeroMQ RFC 24): a connector's HELLO, and the answer of a listener that
+// accepts it.
 inline std::string plain_hello(const std::string& token) {
   return zmtp_command("\5HELLO\4name" + std::string(1, static_cast<char>(token.size())) + token);
 }
@@ -210,9 +211,9 @@ class SilentListener {
   }
 
  private:
-  // A command or frame of less than 256 bytes; empty when the connection has ended.
+  // Receives a command or frame of less than 256 bytes. Returns "" if the connection has ended.
   static std::string hear_one(TcpStranger& connection) {
-    const std::string start = connection.hear(2);  // flags and length
+    const std::string start = connection.hear(2);  // the flags, and the length
     return start.size() < 2 ? "" : connection.hear(static_cast<unsigned char>(start[1]));
   }
 

@@ -1,4 +1,4 @@
-// Helpers of the transport tests: a handler that records what it hears, and transports by name.
+// Helpers of the transport tests: a handler that records its calls, and transports by name.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -34,11 +34,11 @@ class Recorder final : public LinkHandler {
     std::vector<std::byte> payload;
   };
 
-  // The functions run on the thread that drives, before the frame is recorded. Set them before the link
-  // exists.
+  // These functions run on the thread that drives, when_frame and when_open before the call is recorded. Set
+  // them before the link exists.
   std::function<std::optional<Failure>(Link&, const FrameHeader&)> when_frame;
   std::function<void(Link&)> when_open;
-  std::function<void()> after_frame;  // once it is recorded
+  std::function<void()> after_frame;  // runs when the frame is recorded
   bool quick = false;
 
   bool is_quick() const override { return quick; }
@@ -74,7 +74,7 @@ class Recorder final : public LinkHandler {
   [[nodiscard]] bool wait_frames(std::size_t num_frames) {
     return wait([&] { return frames_.size() >= num_frames; });
   }
-  // Waits for the failure and returns it, or a failure that says that none came.
+  // Waits for the failure and returns it. Without one, returns a failure that says so.
   [[nodiscard]] Failure wait_failure() {
     if (!wait([&] { return !failures_.empty(); })) return {FailureKind::kClosed, "no failure came"};
     const std::lock_guard lock(mutex_);
@@ -118,7 +118,7 @@ class Recorder final : public LinkHandler {
   int num_closed_ = 0;
 };
 
-// Counts on_sent. Outlives the transports.
+// Counts the calls of on_sent. It must outlive the transports.
 class SentCount {
  public:
   [[nodiscard]] std::function<void()> callback() {
@@ -155,7 +155,7 @@ inline LinkOptions link_options(const std::string& peer = "stage 1 (rank 1)") {
   return options;
 }
 
-// A chunk of a one-dimensional tensor of bytes.
+// Returns a frame with a chunk of a one-dimensional tensor of bytes.
 inline OutgoingFrame tensor_frame(std::int64_t minibatch, std::span<const std::byte> payload,
                                   std::function<void()> on_sent = {}) {
   OutgoingFrame frame;
@@ -171,7 +171,7 @@ inline OutgoingFrame tensor_frame(std::int64_t minibatch, std::span<const std::b
   return frame;
 }
 
-// A frame without a tensor. The number distinguishes it from other frames.
+// Returns a frame without a tensor. The number distinguishes it from other frames.
 inline OutgoingFrame credit_frame(std::uint64_t number, std::function<void()> on_sent = {}) {
   OutgoingFrame frame;
   frame.header.kind = FrameKind::kCredit;
@@ -193,7 +193,7 @@ inline std::vector<std::byte> patterned_bytes(std::size_t num_bytes, std::uint32
   return bytes;
 }
 
-// A pair of keys that may talk to itself and to `others`. Throws UserError without libzmq.
+// Makes a pair of keys that may talk to itself and to `others`. Throws UserError without libzmq.
 inline CurveKeys make_keys(const std::vector<std::string>& others = {}) {
   const auto [public_key, secret_key] = make_curve_keys();
   CurveKeys keys{public_key, secret_key, {public_key}};
@@ -201,22 +201,22 @@ inline CurveKeys make_keys(const std::vector<std::string>& others = {}) {
   return keys;
 }
 
-// The pair of all "zmq_curve" transports. Throws UserError without libzmq.
+// Returns the pair of keys of all "zmq_curve" transports. Throws UserError without libzmq.
 inline const CurveKeys& keys_of_tests() {
   static const CurveKeys keys = make_keys();
   return keys;
 }
 
-// "inproc", "zmq", "zmq_rings" or "zmq_curve", whose transports all have one pair of keys. Null when this
-// transport is not to be tested here: libzmq is missing, or $PIPEDREAM_TEST_TRANSPORTS (comma separated)
-// leaves it out.
+// Makes a transport "inproc", "zmq", "zmq_rings" or "zmq_curve". All "zmq_curve" transports have the same
+// keys. Returns null if libzmq is missing, or if $PIPEDREAM_TEST_TRANSPORTS (comma separated) leaves the
+// transport out.
 inline std::unique_ptr<Transport> make_transport(const std::string& name, TransportOptions options = {}) {
   const char* const chosen = std::getenv("PIPEDREAM_TEST_TRANSPORTS");
   const std::string family = name.substr(0, name.find('_'));
   if (chosen != nullptr && std::string(chosen).find(family) == std::string::npos) return nullptr;
   if (name == "inproc") return make_inproc_transport(options);
   try {
-    // The error about a missing libzmq must not hide a wrong option.
+    // keys_of_tests() is tried apart, so that a missing libzmq does not hide a wrong option.
     const CurveKeys& keys = keys_of_tests();
     if (name == "zmq_curve") options.keys = keys;
     options.shares_memory = name == "zmq_rings";
@@ -226,7 +226,7 @@ inline std::unique_ptr<Transport> make_transport(const std::string& name, Transp
   return make_zmq_transport(options);
 }
 
-// Polls until the predicate is true, for states that no call of a handler reports.
+// Polls until the predicate is true. It is for states that no call of a handler reports.
 template <class Predicate>
 [[nodiscard]] bool wait_until(Predicate predicate) {
   for (const auto deadline = Clock::now() + kPatience; Clock::now() < deadline;) {

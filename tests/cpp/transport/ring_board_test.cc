@@ -1,4 +1,4 @@
-// Tests two boards in one process: each mark is found once, and a reader that asks to be woken is woken once.
+// Tests two boards in one process. Each mark is found once, and a reader that asks to be woken is woken once.
 #include "transport/ring_board.h"
 
 #include <gtest/gtest.h>
@@ -57,7 +57,8 @@ TEST_F(Board, MarkIsTakenOnce) {
   EXPECT_EQ(taken(board_), std::set<std::uint32_t>{});
 }
 
-// The frame of this mark may have come after the reader last looked into the ring.
+// A mark that is set while its link is read must stay. Its frame may have come after the reader last looked
+// into the ring.
 TEST_F(Board, MarkThatComesWhileItsLinkIsReadStays) {
   const std::uint32_t link = new_link();
   peer_->tell(link, /*is_urgent=*/false);
@@ -146,7 +147,7 @@ TEST_F(Board, IsOpenedOnceByAllLinksToOnePeer) {
 }
 
 // Several peers have many links to a reader that sleeps whenever it may. If a mark or a bell were lost, the
-// reader would stay asleep. Each link counts what its peer has sent, as a ring does.
+// reader would stay asleep. Each link counts the frames of its peer, as a ring does.
 TEST_F(Board, ReaderThatSleepsMissesNoLinkOfMany) {
   constexpr int kNumPeers = 3;
   constexpr std::size_t kNumLinks = 200;

@@ -30,7 +30,7 @@
 #include "base/failure.h"
 #include "base/scope_exit.h"
 
-// The page size that sysconf() returns; if 0, it returns the system's page size.
+// The page size that sysconf() returns; 0 stands for the system's own.
 static long page_bytes_said = 0;
 
 // Replaces the C library's sysconf in this test program.
@@ -43,18 +43,18 @@ extern "C" long sysconf(int name) noexcept {
 namespace pipedream {
 namespace {
 
-constexpr const char* kAddressVariable = "PIPEDREAM_TEST_SHARED_MEMORY";  // of the other process
+constexpr const char* kAddressVariable = "PIPEDREAM_TEST_SHARED_MEMORY";  // set for the other process
 constexpr std::size_t kNumBytes = (std::size_t{3} << 20) + 100;
 constexpr SharedMemoryUse kUse{{0xABCDEF, 4, 17}, 1000};
 constexpr std::byte kWritten{0x5A};
 constexpr std::byte kAnswered{0xA5};
 
-// The reason that open() gives for refusing the address.
+// Returns the reason that open() gives for refusing the address.
 std::string refusal_of(const std::string& address, const SharedMemoryUse& use = kUse) {
   std::string why;
   const auto memory = SharedMemory::open(address, use, &why);
   EXPECT_EQ(memory, nullptr) << address;
-  EXPECT_EQ(SharedMemory::open(address, use), nullptr);  // also without asking why
+  EXPECT_EQ(SharedMemory::open(address, use), nullptr);  // refuses also if the caller wants no reason
   return why;
 }
 
@@ -78,7 +78,7 @@ struct Mapping {
   const std::byte* end = nullptr;
 };
 
-// This process's mapping that contains the address.
+// Returns this process's mapping that contains the address.
 Mapping mapping_of(const std::byte* address) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
@@ -92,7 +92,7 @@ Mapping mapping_of(const std::byte* address) {
   return {};
 }
 
-// One end of a pipe that the other process writes to or reads from.
+// A pipe, one end of which the other process uses.
 struct Pipe {
   Pipe() { EXPECT_EQ(::pipe(fds.data()), 0); }
   ~Pipe() {
@@ -112,7 +112,7 @@ struct Pipe {
 
 std::string this_program() { return std::filesystem::read_symlink("/proc/self/exe").string(); }
 
-// Executes this program with one test; its stdout goes to the pipe where there is one.
+// Runs one test of this program in a new process. Its stdout goes to the pipe, if there is one.
 pid_t spawn(const std::string& test, const std::string& address, const Pipe* output = nullptr) {
   const std::string program = this_program();
   const std::string filter = "--gtest_filter=" + test;
@@ -171,7 +171,7 @@ TEST(SharedMemory, EachOfSeveralSendersClaimsItForItself) {
   EXPECT_FALSE(made->is_claimed());
   std::uint32_t num_claimed = 2;
   while (first->claim_for(100 + num_claimed)) ++num_claimed;
-  EXPECT_EQ(num_claimed, 512U);  // the rest take the wire
+  EXPECT_EQ(num_claimed, 512U);  // more senders than this use the wire
 }
 
 TEST(SharedMemory, EveryOneHasASecretOfItsOwn) {
@@ -204,7 +204,7 @@ TEST(SharedMemory, OpeningWritesNothing) {
 
 // ---- Another process ----
 
-// Run by the test below, in its own process.
+// The next test runs this one in a process of its own.
 TEST(SharedMemoryOther, DISABLED_AnswersWhatItReads) {
   const char* const address = std::getenv(kAddressVariable);
   ASSERT_NE(address, nullptr);
@@ -220,7 +220,7 @@ TEST(SharedMemoryOther, DISABLED_AnswersWhatItReads) {
 TEST(SharedMemory, AnotherProcessReadsWhatIsWrittenAndAnswers) {
   const auto made = SharedMemory::make(kNumBytes, kUse);
   std::memset(made->data(), 0x5A, kNumBytes);
-  const Pipe output;  // kept out of this test's own
+  const Pipe output;  // keeps the child's output out of this test's
   const pid_t child = spawn("SharedMemoryOther.DISABLED_AnswersWhatItReads", made->address(), &output);
   ASSERT_GT(child, 0);
   EXPECT_EQ(exit_status_of(child), 0);
@@ -229,7 +229,7 @@ TEST(SharedMemory, AnotherProcessReadsWhatIsWrittenAndAnswers) {
   EXPECT_TRUE(made->is_claimed());
 }
 
-// Makes memory, says where, and waits to be killed.
+// Makes memory, prints its address, and waits to be killed.
 TEST(SharedMemoryOther, DISABLED_WaitsToBeKilled) {
   const auto memory = SharedMemory::make(kNumBytes, kUse);
   memory->data()[7] = kWritten;
@@ -242,7 +242,7 @@ TEST(SharedMemory, NothingIsLeftWhenItsMakerIsKilled) {
   Pipe output;
   const pid_t child = spawn("SharedMemoryOther.DISABLED_WaitsToBeKilled", "", &output);
   ASSERT_GT(child, 0);
-  output.close_writing();  // so that reading ends when the child does
+  output.close_writing();  // reading then ends when the child ends
   std::string line;
   constexpr std::string_view kPrefix = "address=";
   for (int number = 0; number < 100 && !line.starts_with(kPrefix); ++number) line = output.read_line();
@@ -252,8 +252,8 @@ TEST(SharedMemory, NothingIsLeftWhenItsMakerIsKilled) {
   ::kill(child, SIGKILL);
   EXPECT_EQ(exit_status_of(child), 128 + SIGKILL);
   ASSERT_NE(opened, nullptr);
-  EXPECT_EQ(opened->data()[7], kWritten);  // the mapping stays valid
-  EXPECT_NE(refusal_of(address), "");      // and nobody else can open it
+  EXPECT_EQ(opened->data()[7], kWritten);  // the mapping stays valid after the maker's end
+  EXPECT_NE(refusal_of(address), "");      // no other process can open it
   for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
     EXPECT_EQ(entry.path().filename().string().find("pipedream"), std::string::npos) << entry.path();
   }
@@ -344,7 +344,7 @@ TEST(SharedMemory, WrongSizeIsRefused) {
     parts[2] = num_bytes;
     EXPECT_NE(refusal_of(joined(parts)).find("not what the address says"), std::string::npos);
   }
-  // A size that needs the same number of pages, but is not the size that was made.
+  // This size needs as many pages as the right one, but is not the right one.
   std::vector<std::string> parts = parts_of(made->address());
   parts[2] = "99999";
   EXPECT_NE(refusal_of(joined(parts)), "");
@@ -363,7 +363,7 @@ TEST(SharedMemory, ProcessThatHasEndedIsRefused) {
 TEST(SharedMemory, DescriptorOfAnotherKindIsNotEvenOpened) {
   const auto made = SharedMemory::make(100, kUse);
   std::array<int, 2> fds{};
-  ASSERT_EQ(::pipe(fds.data()), 0);  // to open a pipe's end for writing would keep it from ending
+  ASSERT_EQ(::pipe(fds.data()), 0);  // opening a pipe for writing would keep its reader waiting
   std::vector<std::string> parts = parts_of(made->address());
   for (const int fd : fds) {
     parts[1] = std::to_string(fd);
@@ -372,7 +372,7 @@ TEST(SharedMemory, DescriptorOfAnotherKindIsNotEvenOpened) {
   }
 }
 
-// Memory with the right name, but without the seal that keeps it from shrinking while it is mapped.
+// This memory has the right name, but lacks the seal that keeps it from shrinking while it is mapped.
 TEST(SharedMemory, MemoryThatMayShrinkIsRefused) {
   const int fd = ::memfd_create("pipedream", MFD_CLOEXEC);
   ASSERT_GE(fd, 0);
@@ -410,7 +410,8 @@ TEST(SharedMemory, DescriptorsAndMappingsAreGivenBack) {
   EXPECT_EQ(num_descriptors(), before);
 }
 
-// If all memories began at huge pages, their first bytes would all use the same sets of the caches.
+// Memories must begin at different offsets from a huge page. Otherwise their first bytes would all compete
+// for the same sets of the caches.
 TEST(SharedMemory, SmallOnesDoNotAllBeginWithAHugePage) {
   std::vector<std::unique_ptr<SharedMemory>> memories;
   std::set<std::uintptr_t> places;

@@ -28,7 +28,7 @@ class SlowRelay {
       : to_port_(static_cast<std::uint16_t>(std::stoi(address.substr(address.rfind(':') + 1)))),
         bytes_per_s_(bytes_per_s),
         listener_(checked(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0))) {
-    const int buffer_bytes = 1 << 16;  // what it takes from the sender at once
+    const int buffer_bytes = 1 << 16;  // bounds what the relay takes from the sender at once
     checked(::setsockopt(listener_, SOL_SOCKET, SO_RCVBUF, &buffer_bytes, sizeof(buffer_bytes)));
     sockaddr_in here = loopback(0);
     checked(::bind(listener_, reinterpret_cast<sockaddr*>(&here), sizeof(here)));
@@ -38,7 +38,7 @@ class SlowRelay {
     address_ = "tcp://127.0.0.1:" + std::to_string(ntohs(here.sin_port));
     acceptor_ = std::thread([this] { accept_all(); });
   }
-  // Connections that the two ends have not closed yet are closed here.
+  // Closes the connections that the two ends have not closed yet.
   ~SlowRelay() {
     ::shutdown(listener_, SHUT_RDWR);
     acceptor_.join();
@@ -90,7 +90,8 @@ class SlowRelay {
     }
     ::shutdown(to, SHUT_WR);
   }
-  // The pieces of all connections are sent on one after the other.
+  // Waits until the line has carried these bytes. The line carries the pieces of all connections one after
+  // the other.
   void wait_for_turn(std::size_t num_bytes) {
     Deadline end;
     {
@@ -106,8 +107,8 @@ class SlowRelay {
   const double bytes_per_s_;
   const int listener_;
   std::string address_;
-  std::vector<int> connections_;     // acceptor_'s, then the destructor's
-  std::vector<std::thread> relays_;  // likewise
+  std::vector<int> connections_;     // used by acceptor_, then by the destructor
+  std::vector<std::thread> relays_;  // used by acceptor_, then by the destructor
   std::mutex mutex_;                 // guards line_free_at_
   Deadline line_free_at_;
   std::thread acceptor_;

@@ -1,5 +1,5 @@
-// Tests what every transport promises: frames come in order and exactly once, peers are who they claim to be,
-// and a farewell is distinguished from a loss.
+// Tests what every transport promises. Frames come in order and exactly once. Peers are who they claim to be.
+// A farewell is distinguished from a loss.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -43,7 +43,7 @@ class HeldThread {
     std::latch begun{1};
     std::latch released{1};
   };
-  std::shared_ptr<State> state_ = std::make_shared<State>();  // which the thread may need longer
+  std::shared_ptr<State> state_ = std::make_shared<State>();  // shared, because the thread may need it longer
   bool is_released_ = false;
 };
 
@@ -68,7 +68,7 @@ class TransportContract : public testing::TestWithParam<std::string> {
     connector_ = &connecting_->connect(std::move(connector_options), listener_->endpoint(), at_connector_);
   }
 
-  // Sends bytes as they are from the connector.
+  // Sends a frame with this header from the connector, unchecked.
   void inject(const FrameHeader& header, std::vector<std::byte> payload = {}) {
     FrameHeaderBytes bytes;
     encode(header, bytes);
@@ -79,7 +79,7 @@ class TransportContract : public testing::TestWithParam<std::string> {
       dynamic_cast<LinkCore&>(*connector_).inject(bytes, payload);
     });
   }
-  // The header that the connector's link would send next after `num_sent` frames, HELLO included.
+  // Returns the header that the connector's link would send next after num_sent frames, HELLO included.
   FrameHeader next_header(std::uint64_t num_sent, FrameKind kind = FrameKind::kCredit) {
     FrameHeader header;
     header.kind = kind;
@@ -98,7 +98,7 @@ class TransportContract : public testing::TestWithParam<std::string> {
     EXPECT_EQ(failure.message.find('\n'), std::string::npos) << failure.message;
     EXPECT_EQ(listener_->counters().num_refused, 1u);
   }
-  // Makes both transports again, with beats.
+  // Makes both transports again, with beats. A beat is a frame that says that its sender is alive.
   void make_transports_with_beats(double peer_timeout_s, bool connector_beats = true) {
     TransportOptions options;
     options.beats = true;
@@ -108,7 +108,7 @@ class TransportContract : public testing::TestWithParam<std::string> {
     connecting_ = make_transport(GetParam(), options);
   }
 
-  // Declared first: they outlive the transports.
+  // The recorders are declared first, so that they outlive the transports.
   Recorder at_listener_;
   Recorder at_connector_;
   SentCount sent_;
@@ -147,7 +147,7 @@ TEST_P(TransportContract, FramesOfEverySizeArriveInOrderAndUnchanged) {
   for (std::size_t index = 0; index < sizes.size(); ++index) {
     EXPECT_EQ(frames[index].header.minibatch, MinibatchId(static_cast<std::int64_t>(index)));
     EXPECT_EQ(frames[index].header.fields.data_fingerprint, 1000 + index);
-    EXPECT_EQ(frames[index].header.sequence, 1 + index);  // HELLO was 0
+    EXPECT_EQ(frames[index].header.sequence, 1 + index);  // HELLO had number 0
     EXPECT_EQ(frames[index].header.identity, link_options().identity);
     EXPECT_EQ(frames[index].payload, payloads_[index]) << "frame " << index;
   }
@@ -228,7 +228,7 @@ TEST_P(TransportContract, ManyLinksOfTwoTransportsDoNotMix) {
     for (std::uint64_t frame = 0; frame < kNumFrames; ++frame)
       ASSERT_EQ(number_of(frames[frame].header), index * 1000 + frame);
   }
-  listening_.reset();  // the recorders of this test die first
+  listening_.reset();  // this test's recorders are destroyed before the members
   connecting_.reset();
 }
 
@@ -240,7 +240,7 @@ TEST_P(TransportContract, CountersCountFramesAndTheirBytes) {
   ASSERT_TRUE(at_listener_.wait_frames(2));
   const LinkCounters sent = connector_->counters();
   const LinkCounters received = listener_->counters();
-  EXPECT_EQ(sent.frames_sent, 3u);  // HELLO too
+  EXPECT_EQ(sent.frames_sent, 3u);  // with HELLO
   EXPECT_EQ(sent.bytes_sent, 3 * kFrameHeaderBytes + 5000);
   EXPECT_EQ(received.frames_received, sent.frames_sent);
   EXPECT_EQ(received.bytes_received, sent.bytes_sent);
@@ -484,7 +484,7 @@ TEST_P(TransportContract, PayloadThatChangesOnItsWayIsCaughtByTheLinksOwnChecksu
     connector.send(tensor_frame(0, payload));
     ASSERT_TRUE(at_listener.wait_frames(1));
     EXPECT_EQ(at_listener.frames()[0].header.has_payload_checksum, checksums_payloads);
-    HeldThread until_changed(*connecting_);  // so that it is not on its way before
+    HeldThread until_changed(*connecting_);  // keeps the frame from leaving before the payload is changed
     connector.send(tensor_frame(1, payload));
     payload[2500] ^= std::byte{16};
     until_changed.release();
@@ -497,7 +497,7 @@ TEST_P(TransportContract, PayloadThatChangesOnItsWayIsCaughtByTheLinksOwnChecksu
       ASSERT_TRUE(at_listener.wait_frames(2));
       EXPECT_EQ(at_listener.frames()[1].payload, payload);
     }
-    connecting_->shutdown(1);  // before the payload and the recorders die
+    connecting_->shutdown(1);  // the payload and the recorders are destroyed first
     listening_->shutdown(1);
     listening_ = make_transport(GetParam());
     connecting_ = make_transport(GetParam());
@@ -521,7 +521,7 @@ TEST_P(TransportContract, NothingFollowsAFailure) {
   inject(next_header(20, FrameKind::kBye));
   expect_listener_refuses("frame 7");
   listening_->shutdown(1);
-  EXPECT_EQ(at_listener_.num_calls(), 2u);  // open, failed
+  EXPECT_EQ(at_listener_.num_calls(), 2u);  // for open and failed
 }
 
 TEST_P(TransportContract, FailureThatAHandlerReturnsIsFatalForTheLink) {
@@ -551,7 +551,7 @@ TEST_P(TransportContract, FarewellComesAfterEverythingThatWasSent) {
   EXPECT_EQ(at_listener_.frames().size(), 10u);
   listening_->shutdown(1);
   connecting_->shutdown(1);
-  EXPECT_EQ(at_listener_.num_calls(), 12u);  // open, 10 frames, closed
+  EXPECT_EQ(at_listener_.num_calls(), 12u);  // for open, 10 frames and closed
   EXPECT_EQ(at_connector_.num_calls(), 1u);  // open
   EXPECT_EQ(sent_.count(), 10);
 }
@@ -567,7 +567,7 @@ TEST_P(TransportContract, ListenerSaysFarewellToo) {
 
 TEST_P(TransportContract, CloseBeforeTheLinkIsOpenStillDeliversWhatWasSent) {
   listener_ = &listening_->listen(link_options("stage 0 (rank 0)"), at_listener_);
-  HeldThread until_closed(*connecting_);  // so that the link cannot open before
+  HeldThread until_closed(*connecting_);  // keeps the link from opening before close()
   connector_ = &connecting_->connect(link_options(), listener_->endpoint(), at_connector_);
   connector_->send(credit_frame(1));
   connector_->send(credit_frame(2));
@@ -602,7 +602,7 @@ TEST_P(TransportContract, BothSidesMayCloseAtOnce) {
     connector.close();
     other.join();
     for (Transport* transport : {listening_.get(), connecting_.get()}) {
-      std::latch silent(1);  // no call of the handlers is under way
+      std::latch silent(1);  // after it no call of the handlers is running
       transport->post([&] { silent.count_down(); });
       silent.wait();
     }
@@ -648,7 +648,7 @@ TEST_P(TransportContract, LostListenerIsAFailureAtTheConnector) {
 
 TEST_P(TransportContract, PeerWhoseProgramStopsIsLostAlthoughItsProcessAnswers) {
   make_transports_with_beats(2);
-  listening_->pulse(7);  // before any beat leaves
+  listening_->pulse(7);  // before any beat is sent
   open_link();
   std::atomic<bool> stop{false};
   std::atomic<bool> other_lives{true};
@@ -659,7 +659,7 @@ TEST_P(TransportContract, PeerWhoseProgramStopsIsLostAlthoughItsProcessAnswers) 
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
   });
-  EXPECT_TRUE(wait_until([&] { return connector_->counters().frames_received >= 2; }));  // HELLO, BEAT
+  EXPECT_TRUE(wait_until([&] { return connector_->counters().frames_received >= 2; }));  // HELLO and a beat
   other_lives.store(false);
   const Failure failure = at_connector_.wait_failure();
   stop.store(true);
@@ -677,12 +677,12 @@ TEST_P(TransportContract, PeerThatNeverPulsesIsLost) {
   open_link();
   const Failure failures[] = {at_listener_.wait_failure(), at_connector_.wait_failure()};
   for (const Failure& failure : failures) EXPECT_EQ(failure.kind, FailureKind::kPeerLost) << failure.message;
-  // The side that noticed it first has ended the connection, so the other side may report something else.
+  // The side that notices first ends the connection. So the other side may report something else.
   const std::string both = failures[0].message + failures[1].message;
   EXPECT_NE(both.find("no sign of life for 2 s (0 work items done)"), std::string::npos) << both;
 }
 
-// On a slow link beats wait behind the frames that were sent before them. In this test no beat ever comes.
+// On a slow link beats wait behind frames that were sent before them. In this test no beat comes at all.
 TEST_P(TransportContract, PeerLivesAsLongAsFramesComeAndIsLostWhenNoneDo) {
   make_transports_with_beats(2, /*connector_beats=*/false);
   open_link();
@@ -697,7 +697,8 @@ TEST_P(TransportContract, PeerLivesAsLongAsFramesComeAndIsLostWhenNoneDo) {
   EXPECT_NE(failure.message.find("nothing has come from it for 1 s"), std::string::npos) << failure.message;
 }
 
-// The links between two processes may share one line, on which one link waits for the others.
+// The links between two processes may share one line. A link may then be silent because another one uses the
+// line.
 TEST_P(TransportContract, ALinkOnWhichNothingComesLivesWhileAnotherOfItsPeerDoes) {
   make_transports_with_beats(2, /*connector_beats=*/false);
   open_link();
@@ -717,13 +718,13 @@ TEST_P(TransportContract, ALinkOnWhichNothingComesLivesWhileAnotherOfItsPeerDoes
   // When the peer is silent, both links are lost.
   EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
   EXPECT_EQ(at_silent_listener.wait_failure().kind, FailureKind::kPeerLost);
-  // The transport must end before the handlers of this test's own link die.
+  // The transports end here, because this test's own handlers are destroyed before them.
   connecting_.reset();
   listening_.reset();
 }
 
 TEST_P(TransportContract, PeersThatPulseLiveLongerThanThePeerTimeout) {
-  constexpr std::uint64_t kNumBeats = 12;  // of eight in the time
+  constexpr std::uint64_t kNumBeats = 12;  // more than the eight beats of one peer timeout
   make_transports_with_beats(3);
   open_link();
   const bool beats_came = wait_until([&] {
@@ -735,7 +736,7 @@ TEST_P(TransportContract, PeersThatPulseLiveLongerThanThePeerTimeout) {
   EXPECT_TRUE(beats_came);
   connector_->send(credit_frame(5));
   ASSERT_TRUE(at_listener_.wait_frames(1));
-  EXPECT_EQ(number_of(at_listener_.frames()[0].header), 5u);  // handlers see no BEAT
+  EXPECT_EQ(number_of(at_listener_.frames()[0].header), 5u);  // handlers are not called for beats
   EXPECT_EQ(at_connector_.num_calls(), 1u);
   EXPECT_EQ(at_listener_.num_failures(), 0u);
 }
@@ -747,7 +748,7 @@ TEST_P(TransportContract, ShutdownDeliversWhatWasSent) {
   payloads_.push_back(patterned_bytes(std::size_t{1} << 20, 1));
   for (int index = 0; index < 20; ++index)
     connector_->send(tensor_frame(index, payloads_[0], sent_.callback()));
-  // The peer answers all the while: its frames arrive after the farewell, and must not reset the connection.
+  // The peer sends all the while. Its frames arrive after the farewell, and must not reset the connection.
   for (int index = 0; index < 20; ++index) listener_->send(credit_frame(1));
   connecting_->shutdown(60);
   EXPECT_EQ(sent_.count(), 20);

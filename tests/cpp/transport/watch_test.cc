@@ -36,7 +36,7 @@ TEST(Watch, ReadableDescriptorIsNamedOncePerEvent) {
   for (int round = 0; round < 3; ++round) {
     fd.set();
     EXPECT_EQ(names_of(watch, kPatienceMs), std::vector<std::uint64_t>{7});
-    EXPECT_TRUE(names_of(watch, 0).empty());  // though it has not been read
+    EXPECT_TRUE(names_of(watch, 0).empty());  // nothing, although the fd was not read
   }
   watch.remove(fd.fd());
 }
@@ -91,7 +91,7 @@ TEST(Watch, EventIsNamedByOneOfTwoWatchesWhoeverSleeps) {
       num_named = event.load();
     }
   };
-  std::thread one([&] { keep_sleeping(first, 1); });  // comes and goes
+  std::thread one([&] { keep_sleeping(first, 1); });  // sleeps for 1 ms at a time
   std::thread other([&] { keep_sleeping(second, kPatienceMs); });
   for (std::uint64_t index = 1; index <= kNumEvents; ++index) {
     event = index;

@@ -1,5 +1,5 @@
 // Tests that strangers who connect to a listener are refused and counted, and that the true peer can still
-// connect. Also tests connections that know the endpoint but send nothing.
+// connect. Also tests peers that know the endpoint but send nothing.
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <ifaddrs.h>
@@ -72,7 +72,7 @@ TEST_P(ZmqStrangers, ConnectionsThatSayNothingDoNotKeepThePeerOut) {
   expect_true_peer_gets_through();
 }
 
-// The thread that drives is held up, so that no thread reads what libzmq reports about connections.
+// The thread that drives is held up. So nobody reads what libzmq reports about connections.
 TEST_P(ZmqStrangers, ManyOfThemHoldUpNoConnectionWhileNobodyLooks) {
   std::latch held(1);
   std::latch leaves(1);
@@ -112,7 +112,7 @@ TEST_P(ZmqStrangers, PeerThatIsLostWhileStrangersComeAndGoIsNoticed) {
   std::vector<TcpStranger> strangers(40);
   std::latch gone(1);
   std::latch held(1);
-  listening_->post([&] {  // it learns of all at once
+  listening_->post([&] {  // the listener learns of all events at once
     held.count_down();
     gone.wait();
   });
@@ -176,7 +176,7 @@ TEST_P(ZmqStrangers, ManyThatLeaveAreAllCounted) {
     for (std::size_t index = 0; index < kNumStrangers; ++index) {
       strangers.push_back(std::make_unique<TcpStranger>(address_));
       strangers.back()->say(zmtp_greeting());
-      strangers.back()->hear(1);  // it has been accepted
+      strangers.back()->hear(1);  // the listener has accepted it
     }
   }
   ASSERT_TRUE(wait_refused(kNumStrangers));
@@ -203,8 +203,9 @@ TEST_P(ZmqStrangers, ZeroMqWithoutAMechanismIsRefusedAndCounted) {
 // libzmq limits the size of one part of a message, but collects any number of parts. So a stranger must not
 // be able to send parts before the handshake is over.
 TEST_P(ZmqStrangers, PartsWithoutEndAreNotTakenFromAStranger) {
-  constexpr std::size_t kFloodBytesMax = std::size_t{256} << 20;  // far more than sockets hold
-  const std::string part = std::string("\3\0\0\0\0\0\1\0\0", 9) + std::string(1 << 16, 'x');  // more follows
+  constexpr std::size_t kFloodBytesMax = std::size_t{256} << 20;  // far more than the sockets' buffers hold
+  // A part, flagged to be followed by more.
+  const std::string part = std::string("\3\0\0\0\0\0\1\0\0", 9) + std::string(1 << 16, 'x');
   for (const std::string& begins :
        {zmtp_greeting("NULL") + zmtp_ready(), zmtp_greeting("PLAIN"),
         zmtp_greeting("PLAIN") + plain_hello(std::string(kTokenChars, '0')), zmtp_greeting("CURVE")}) {
@@ -242,7 +243,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, ZmqStrangers, testing::Values("zmq", "zmq_c
 
 class ZmqTokens : public ZmqStrangers {
  protected:
-  // A connection that knows the token and so has passed the handshake.
+  // Returns a connection that knows the token, after its handshake.
   [[nodiscard]] std::unique_ptr<TcpStranger> let_in() const {
     auto peer = std::make_unique<TcpStranger>(address_);
     peer->say(zmtp_greeting("PLAIN") + plain_hello(token()));
@@ -253,7 +254,7 @@ class ZmqTokens : public ZmqStrangers {
   [[nodiscard]] std::string endpoint_with(const std::string& token) const {
     return to_string(Endpoint{.address = address_, .token = token});
   }
-  // The failure with which an attempt to connect ends.
+  // Returns the failure with which an attempt to connect ends.
   [[nodiscard]] Failure failure_of(const std::string& endpoint) const {
     Recorder recorder;
     const std::unique_ptr<Transport> connecting = make_transport(GetParam());
@@ -303,7 +304,8 @@ TEST_P(ZmqTokens, WhatIsNearlyTheTokenIsRefusedAndCounted) {
   for (const std::string& said : near_misses) {
     TcpStranger stranger(address_);
     stranger.say(zmtp_greeting("PLAIN") + plain_hello(said));
-    // The stranger is told that it is refused, and then may stay for as long as a handshake may take.
+    // The stranger is told that it is refused. It may then stay connected for as long as a handshake may
+    // take.
     const std::string answer = stranger.hear(zmtp_greeting().size() + kPlainErrorBytesMin);
     EXPECT_NE(answer.find("RROR"), std::string::npos);
   }
@@ -357,7 +359,7 @@ TEST_P(ZmqTokens, FrameThatIsCutOffBeforeHelloIsATimeout) {
 TEST_P(ZmqTokens, FrameLongerThanPlannedIsRefusedUnread) {
   const std::unique_ptr<TcpStranger> peer = let_in();
   peer->say(plain_initiate());
-  peer->say(std::string("\2\0\0\1\0\0\0\0\0", 9));  // a frame of 1 TiB follows
+  peer->say(std::string("\2\0\0\1\0\0\0\0\0", 9));  // announces a frame of 1 TiB
   peer->wait_until_refused();
   EXPECT_TRUE(wait_refused(1));
 }
@@ -367,7 +369,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, ZmqTokens, testing::Values("zmq"),
 
 // ---- Beyond loopback ----
 
-// An address of this machine that others may reach, if it has one.
+// Returns an address of this machine that others may reach, or "" if there is none.
 std::string address_for_others() {
   ifaddrs* interfaces = nullptr;
   if (::getifaddrs(&interfaces) != 0) return "";
@@ -402,7 +404,7 @@ TEST(InsecureListener, LetsInOnlyWhoKnowsTheTokenToo) {
   connecting->connect(link_options(), link.endpoint(), at_connector);
   EXPECT_TRUE(at_connector.wait_open());
   connecting->shutdown(10);
-  listening->shutdown(10);  // before their recorders die
+  listening->shutdown(10);  // the recorders are destroyed before the transports
 }
 
 }  // namespace

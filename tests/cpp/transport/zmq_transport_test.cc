@@ -31,7 +31,7 @@ TransportOptions options_with_beats() {
   return options;
 }
 
-// The peer process: connects, sends three frames, then waits to be killed.
+// Runs the peer process. It connects, sends three frames, and waits to be killed.
 [[noreturn]] void run_peer(const std::string& endpoint) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   Recorder recorder;
@@ -43,8 +43,8 @@ TransportOptions options_with_beats() {
   for (;;) ::pause();
 }
 
-// The peer is this executable, started again, because a ZeroMQ context must not be used on both sides of a
-// fork.
+// Runs this executable again as the peer if an environment variable asks for it. A fork alone would not do,
+// because a ZeroMQ context must not be used on both sides of a fork.
 class PeerEnvironment final : public testing::Environment {
  public:
   void SetUp() override {
@@ -55,7 +55,7 @@ class PeerEnvironment final : public testing::Environment {
 [[maybe_unused]] testing::Environment* const peer_environment =
     testing::AddGlobalTestEnvironment(std::make_unique<PeerEnvironment>().release());
 
-// The peer process. It is killed at the latest when this object goes out of scope.
+// The peer process. The destructor kills it if it still runs.
 class PeerProcess {
  public:
   explicit PeerProcess(const std::string& endpoint, bool beats = false) {
@@ -190,7 +190,8 @@ TEST_F(ZmqTransport, MessageLongerThanPlannedEndsTheConnectionUnread) {
   ASSERT_TRUE(recorder_.wait_open());
   peer.send(
       {header_bytes(FrameKind::kCredit, 1), std::vector<std::byte>(link_options().payload_bytes_max + 1)});
-  // libzmq drops the whole message before it allocates, so there is no header left to name a field.
+  // libzmq drops the whole message before it allocates memory. So no header is left whose field the failure
+  // could name.
   EXPECT_EQ(recorder_.wait_failure().kind, FailureKind::kPeerLost);
   EXPECT_TRUE(recorder_.frames().empty());
 }
@@ -209,7 +210,7 @@ TEST_F(ZmqTransport, ListenerThatSaysNoHelloIsATimeout) {
 TEST_F(ZmqTransport, ShutdownIsBoundedWhenThePeerNeverReads) {
   Link& link = listen();
   RawPeer peer;
-  peer.set_option(zmq::kRcvHwm, 1);  // so that libzmq does not read in its place
+  peer.set_option(zmq::kRcvHwm, 1);  // keeps libzmq from reading for the peer
   peer.connect(link.endpoint());
   peer.send({hello_bytes()});
   ASSERT_TRUE(recorder_.wait_open());
@@ -235,7 +236,8 @@ TEST_F(ZmqTransport, PeerThatNeitherReadsNorBeatsIsLost) {
   EXPECT_TRUE(sent_.wait(32));
 }
 
-// Beats wait behind the payload, and for twice the peer timeout no frame of it is complete.
+// The peer's beats wait behind the payload. For twice the peer timeout no frame is complete, but bytes of one
+// arrive.
 TEST_F(ZmqTransport, PeerOnASlowLineLivesWhileBytesOfAFrameCome) {
   constexpr std::size_t kPayloadBytes = std::size_t{256} << 10;
   options_ = options_with_beats();
@@ -277,7 +279,7 @@ TEST_F(ZmqTransport, AddressThatIsNotThisMachinesIsTheUsersMistake) {
   }
 }
 
-// Ports of loopback at which nothing listens at the moment: the system has chosen them.
+// Returns ports of loopback at which nothing listens now. The system has chosen them.
 PortRange free_ports(int num_ports) {
   const std::unique_ptr<Transport> transport = make_transport("zmq");
   Recorder recorder;

@@ -16,7 +16,7 @@
 namespace pipedream {
 namespace {
 
-// The formula of adam.h, one element at a time, in double.
+// Computes the formula of adam.h one element at a time, in double.
 struct ScalarAdam {
   double exp_avg = 0;
   double exp_avg_sq = 0;
@@ -88,7 +88,7 @@ std::string describe(const AdamOptions& options) {
          (options.nesterov ? " nesterov" : "") + (options.maximize ? " maximize" : "");
 }
 
-// The weights of one parameter and its moments.
+// The weights and moments of one parameter.
 template <class T>
 struct Parameter {
   explicit Parameter(std::vector<T> values)
@@ -124,8 +124,8 @@ struct Parameter {
 template <class T>
 class Adam : public testing::Test {
  protected:
-  // Allows for rounding only: weights and gradients are about 1 in size, and a step divides by a root that
-  // may be small.
+  // Allows for rounding only. Weights and gradients are about 1, and a step divides by a root that may be
+  // small.
   static constexpr double kTolerance = 64 * static_cast<double>(std::numeric_limits<T>::epsilon());
 
   std::vector<T> random_values(std::size_t num_elements) {
@@ -159,7 +159,7 @@ TYPED_TEST(Adam, EqualsTheScalarFormulaForAllOptionsInPlaceAndOutOfPlace) {
           std::vector<TypeParam>& target = in_place ? parameter.weight_in : parameter.weight_out;
           parameter.step(options, gradient, step, target);
           if (!in_place) {
-            ASSERT_EQ(parameter.weight_in, weight_before);  // version v stays as it is
+            ASSERT_EQ(parameter.weight_in, weight_before);  // the version that was read has not changed
           }
           for (std::size_t element = 0; element < num_elements; ++element) {
             expected[element] =
@@ -206,7 +206,7 @@ TYPED_TEST(Adam, GradientScaleIsAGradientMultipliedFirst) {
   EXPECT_EQ(parameter.exp_avg_sq, expected.exp_avg_sq);
 }
 
-// Large enough for several tasks, and for streaming with the usual cache.
+// The tensor is large enough for several tasks, and for streaming with the usual cache.
 TYPED_TEST(Adam, ThreadsAndStreamingChangeNoBit) {
   const AdamOptions options{.weight_decay = 0.1};
   const std::size_t num_elements = (std::size_t{40} << 20) / (5 * sizeof(TypeParam)) + 13;
@@ -239,8 +239,8 @@ TEST(AdamOfBFloat16, StepsTheMasterAsAFloat32WeightAndWritesItRounded) {
       initial[i] = distribution(generator);
     }
     Parameter<float> expected(initial);
-    Parameter<float> state(initial);                                        // its weight_in is the master
-    const std::vector<BFloat16> weight_in(kNumElements, BFloat16{0x7fc0});  // nobody reads it
+    Parameter<float> state(initial);  // its weight_in is the float32 master
+    const std::vector<BFloat16> weight_in(kNumElements, BFloat16{0x7fc0});  // NaNs, which nobody reads
     std::vector<BFloat16> weight_out(kNumElements);
     AdamOptions with_product = options;
     with_product.momentum_product = ScalarAdam::nesterov_momentum(options, 1);

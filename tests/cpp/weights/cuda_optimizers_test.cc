@@ -1,5 +1,5 @@
-// Compares the optimizers' CUDA kernels with the host's, bit for bit. They run on a device if there is one,
-// and otherwise on the tests' own runtime (cuda_stub/cuda_stub.h).
+// Compares the optimizers' CUDA kernels with the host's, bit for bit. The kernels run on a device if there is
+// one, and otherwise on the tests' own runtime (cuda_stub/cuda_stub.h).
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -25,11 +25,11 @@
 namespace pipedream {
 namespace {
 
-// More tensors than fit in a launch. Their sizes are around the size of a pack and of a block, and one tensor
-// is misaligned.
+// More tensors than fit in a launch. Their sizes are about those of a pack and of a block, and one tensor in
+// seven is misaligned.
 constexpr std::size_t kNumTensors = 51;
-// The arrays of a tensor. The weights in and out and the gradient have the tensor's element type; then come
-// the two moments, their maximum and the master.
+// The arrays of a tensor are: weights in, weights out and gradient, which have the tensor's element type;
+// then two moments, the maximum of the second, and the master.
 constexpr std::size_t kNumElementArrays = 3;
 constexpr std::size_t kNumArrays = 7;
 constexpr std::size_t kExpAvgSq = 4;
@@ -52,7 +52,7 @@ class CudaOptimizers : public testing::Test {
     if (!cuda_available()) GTEST_SKIP() << "no CUDA device, and no stand-in for one";
     device_ = make_cuda_device(0);
     stream_ = device_->make_stream();
-    std::size_t first = 0;  // a pad between tensors, which nothing may write
+    std::size_t first = 0;  // leaves a gap behind each tensor, which nothing may write
     for (std::size_t tensor = 0; tensor < kNumTensors; ++tensor) {
       firsts_.push_back(first + (tensor % 7 == 3 ? 1 : 0));
       first += (num_elements_of(tensor) + 1 + 15) / 16 * 16;
@@ -90,7 +90,7 @@ class CudaOptimizers : public testing::Test {
     return is_square ? value * value : value;
   }
 
-  // Describes the tensors, in host memory or in the device's.
+  // Describes the tensors in host memory or in the device's.
   template <class Tensor>
   std::vector<Tensor> tensors(bool on_device, bool in_place) {
     std::vector<Tensor> made;

@@ -28,8 +28,7 @@ template <class T>
 class HostKernelSets : public testing::Test {
  protected:
   static constexpr std::int64_t kNumElements = 1000;
-  // The number of offsets into an allocation that are tested, so that vectors and cache lines begin at every
-  // place.
+  // How many offsets into an allocation are tested, so that vectors and cache lines begin at every place.
   static constexpr std::int64_t kNumOffsets = 17;
 
   std::vector<T> random_values() {
@@ -39,7 +38,7 @@ class HostKernelSets : public testing::Test {
     return values;
   }
 
-  // The sets that this processor runs.
+  // Returns the sets that this processor can run.
   static std::vector<const HostKernels<T>*> sets() {
     std::vector<const HostKernels<T>*> sets = {kernels_of<T>(baseline_kernels())};
     const HostKernels<T>* const avx2 = kernels_of<T>(avx2_kernels());
@@ -153,7 +152,7 @@ TEST(HostKernelSetsOfBFloat16, AdamGivesTheSameBits) {
     for (const HostKernelSet& set : {baseline_kernels(), avx2_kernels()}) {
       if (set.for_bfloat16 == nullptr || (set.name == std::string("avx2") && !processor_has_avx2())) continue;
       for (const bool streaming : {false, true}) {
-        std::vector<BFloat16> weight_out(kSize, BFloat16{0x4300});  // a guard
+        std::vector<BFloat16> weight_out(kSize, BFloat16{0x4300});  // must stay where nothing is written
         std::vector<float> result = values;
         std::vector<float> first = values;
         std::vector<float> second = values;

@@ -16,7 +16,7 @@
 namespace pipedream {
 namespace {
 
-// The formula of sgd.h, one element at a time.
+// Computes the formula of sgd.h for one element.
 template <class T>
 T scalar_sgd(const SgdOptions& options, T weight, T gradient, T& momentum_buffer, bool first_step) {
   if (options.maximize) gradient = -gradient;
@@ -62,7 +62,7 @@ template <class T>
 class Sgd : public testing::Test {
  protected:
   static constexpr DType kDType = std::is_same_v<T, float> ? DType::kFloat32 : DType::kFloat64;
-  // Allows for rounding only: a fused multiply-add differs from two roundings by about one ulp.
+  // Allows for rounding only. A fused multiply-add differs from two roundings by about one ulp.
   static constexpr T kTolerance = 16 * std::numeric_limits<T>::epsilon();
 
   std::vector<T> random_values(std::size_t num_elements) {
@@ -109,7 +109,7 @@ TYPED_TEST(Sgd, EqualsTheScalarFormulaForAllOptionsInPlaceAndOutOfPlace) {
           step(options, static_cast<std::int64_t>(num_elements), weight_in.data(), target.data(),
                gradient.data(), options.momentum == 0 ? nullptr : momentum_buffer.data(), step_index == 0);
           if (!in_place) {
-            ASSERT_EQ(weight_in, weight_before);  // version v stays as it is
+            ASSERT_EQ(weight_in, weight_before);  // the version that was read has not changed
           }
           for (std::size_t element = 0; element < num_elements; ++element) {
             expected[element] = scalar_sgd(options, expected[element], gradient[element],
@@ -167,7 +167,7 @@ TYPED_TEST(Sgd, GradientScaleIsAGradientMultipliedFirst) {
   EXPECT_EQ(momentum_buffer, expected_momentum);
 }
 
-// Large enough for several tasks, and for streaming with the usual cache.
+// The tensor is large enough for several tasks, and for streaming with the usual cache.
 TYPED_TEST(Sgd, ThreadsAndStreamingChangeNoBit) {
   const SgdOptions options{0.1, 0.9, 0, 0.01, true, false};
   const std::size_t num_elements = (std::size_t{40} << 20) / (4 * sizeof(TypeParam)) + 13;
@@ -227,7 +227,7 @@ TEST(SgdOfBFloat16, StepsTheMasterAsAFloat32WeightAndWritesItRounded) {
       std::vector<float> expected = master;
       std::vector<float> momentum_buffer(num_elements, 0.5F);
       std::vector<float> expected_momentum = momentum_buffer;
-      const std::vector<BFloat16> weight_in(num_elements, BFloat16{0x7fc0});  // nobody reads it
+      const std::vector<BFloat16> weight_in(num_elements, BFloat16{0x7fc0});  // NaNs, which nobody reads
       std::vector<BFloat16> weight_out(num_elements);
       const SgdTensor tensor{static_cast<std::int64_t>(num_elements),
                              weight_in.data(),

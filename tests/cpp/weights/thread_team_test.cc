@@ -1,5 +1,5 @@
-// Tests that the thread team runs every task once, even if threads come late or another caller wants the team
-// at the same time.
+// Tests that the thread team runs every task once. Threads may come late, and another caller may want the
+// team at the same time.
 #include "weights/thread_team.h"
 
 #include <dlfcn.h>
@@ -53,7 +53,7 @@ TEST(ThreadTeam, StartsNoMoreThreadsThanItNeeds) {
   EXPECT_EQ(team.num_helpers(), 2);
 }
 
-// Each of two tasks waits for the other to have begun.
+// Each of the two tasks waits until the other one has begun.
 TEST(ThreadTeam, TasksRunOnSeveralThreadsAtOnce) {
   ThreadTeam team;
   std::latch both(2);
@@ -77,7 +77,7 @@ TEST(ThreadTeam, WhatTasksWroteIsSeenByTheCaller) {
   }
 }
 
-// The second caller finds the team in use: its tasks run on its own thread.
+// The second caller finds the team in use, so its tasks run on its own thread.
 TEST(ThreadTeam, ASecondCallerRunsItsTasksAlone) {
   ThreadTeam team;
   std::set<std::thread::id> ids_of_second;
@@ -109,7 +109,7 @@ TEST(ThreadTeam, AForkedChildRunsAllTasksByItselfAndExits) {
   if (child == 0) {
     ::alarm(60);
     const bool works = times_run(ThreadTeam::of_process(), 3, 100) == std::vector<int>(100, 1);
-    std::exit(works ? 0 : 1);  // with the destructors of what is static
+    std::exit(works ? 0 : 1);  // exit() also runs the destructors of static objects
   }
   ASSERT_GT(child, 0);
   int status = 0;
@@ -126,7 +126,7 @@ TEST(ThreadTeam, KeepsItsOwnThreadsWhenALibraryHasNoOpenMp) {
   EXPECT_EQ(team.num_helpers(), 1);
 }
 
-#if !defined(__SANITIZE_THREAD__)  // which does not see how OpenMP orders its threads
+#if !defined(__SANITIZE_THREAD__)  // ThreadSanitizer does not see how OpenMP orders its threads
 TEST(ThreadTeam, RunsOnTheOpenMpPoolOfALoadedLibrary) {
   const char* const kLibrary = "libgomp.so.1";
   if (dlopen(kLibrary, RTLD_NOW) == nullptr) GTEST_SKIP() << "no " << kLibrary;

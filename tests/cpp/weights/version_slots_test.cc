@@ -1,5 +1,5 @@
-// Tests the slots with the programs of every stage. Each read finds the content of its version, and there is
-// no spare slot.
+// Tests the slots with the programs of every stage. Each read finds the content of its version, and no slot
+// is unneeded.
 #include "weights/version_slots.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::int64_t kPoison = -1;
 
-// A stage whose weights are one number, their version, so that a wrong or torn read shows.
+// A stage whose only weight is the number of its version. So a wrong or torn read shows.
 class StageWeights {
  public:
   explicit StageWeights(std::int64_t num_slots)
@@ -33,7 +33,7 @@ class StageWeights {
     slots_.release(version);
   }
 
-  // Returns the slot that was written.
+  // Writes the next version. Returns its slot.
   SlotIndex update(WeightVersion version) {
     const SlotIndex source = slots_.slot_of(slots_.newest());
     const SlotIndex target = slots_.begin_update();
@@ -68,7 +68,7 @@ std::vector<std::int64_t> straight_in_flight(std::int64_t num_stages) {
   return in_flight;
 }
 
-// naive keeps no version for its backward, so it has nothing to do with reference counts.
+// naive is left out, because it counts no readers: its backward reads the newest version.
 TEST(VersionSlots, EveryStageProgramReadsItsVersionsFromTheSlotsKept) {
   for (const std::string schedule : {"pipedream", "vertical_sync", "2bw", "flush", "gpipe"}) {
     for (std::int64_t num_stages = 1; num_stages <= 6; ++num_stages) {
@@ -88,7 +88,7 @@ TEST(VersionSlots, EveryStageProgramReadsItsVersionsFromTheSlotsKept) {
           EXPECT_EQ(weights.slots().newest().value(), num_minibatches);
           EXPECT_EQ(weights.slots().num_live(), 1);
           EXPECT_LE(weights.num_live_max(), num_kept);
-          // With this many minibatches, version 0 is still read when all slots are in use.
+          // With so many minibatches all slots are in use at some time, because version 0 is still read then.
           if (num_minibatches == 30 && schedule == "pipedream") {
             EXPECT_EQ(weights.num_live_max(), num_kept);
           }
@@ -110,7 +110,7 @@ TEST(VersionSlots, AnUpdateWritesIntoTheSlotThatItsOwnBackwardFreed) {
         weights.backward(instruction.version);
       }
       if (instruction.opcode != Opcode::kUpdate) continue;
-      // While the warm-up's minibatches still read version 0, empty slots are filled instead.
+      // While the minibatches of the warm-up still read version 0, an update fills an empty slot instead.
       const bool is_freed = instruction.minibatch.value() >= in_flight - 1;
       EXPECT_EQ(weights.update(instruction.version) == freed, is_freed)
           << "in_flight " << in_flight << ", " << to_string(instruction);

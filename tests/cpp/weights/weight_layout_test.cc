@@ -1,4 +1,4 @@
-// Parameters lie aligned, in order, without overlap.
+// Tests that parameters lie in order and aligned, and do not overlap.
 #include "weights/weight_layout.h"
 
 #include <gtest/gtest.h>

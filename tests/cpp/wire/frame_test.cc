@@ -63,14 +63,14 @@ FrameHeader tensor_header() {
   return header;
 }
 
-// The header of a tensor whose bytes the sender has already placed in the receiver's slot.
+// Returns the header of a tensor whose bytes the sender has already placed in the receiver's slot.
 FrameHeader placed_header() {
   FrameHeader header = tensor_header();
   std::swap(header.placed_bytes, header.payload_bytes);
   return header;
 }
 
-// The header of a tensor that topk has encoded to a fifth of its bytes.
+// Returns the header of a tensor that topk has encoded to a fifth of its bytes.
 FrameHeader encoded_header() {
   FrameHeader header = tensor_header();
   header.codec = CodecKind::kTopK;
@@ -119,7 +119,7 @@ TEST(Frame, EveryKindSurvivesTheRoundTrip) {
   std::vector<FrameHeader> headers = {tensor_header(), placed_header(), encoded_header()};
   for (const FrameKind kind : kTensorlessKinds) {
     FrameHeader header = header_of_kind(kind);
-    if (kind == FrameKind::kAbort) header.payload_bytes = 57;  // says why
+    if (kind == FrameKind::kAbort) header.payload_bytes = 57;  // the payload is the reason
     if (kind == FrameKind::kCredit) {
       header.slot = std::numeric_limits<std::uint16_t>::max() - 64;
       header.further_slots = std::uint64_t{1} << 63 | 1;
@@ -202,10 +202,10 @@ TEST(Frame, BytesOnTheWireNeverChange) {
   EXPECT_EQ(std::memcmp(bytes.data() + 8, "\x88\x77\x66\x55\x44\x33\x22\x11", 8), 0);
   EXPECT_EQ(bytes[16], std::byte{7});
   EXPECT_EQ(bytes[20], std::byte{42});
-  EXPECT_EQ(bytes[kKindAt], std::byte{2});      // kind
-  EXPECT_EQ(bytes[kKindAt + 1], std::byte{8});  // dtype
-  EXPECT_EQ(bytes[kKindAt + 2], std::byte{4});  // num_dims
-  // A checksum, gradients_overflowed, is_empty, is_end_of_data, has_last_slot.
+  EXPECT_EQ(bytes[kKindAt], std::byte{2});      // the frame's kind
+  EXPECT_EQ(bytes[kKindAt + 1], std::byte{8});  // the element type
+  EXPECT_EQ(bytes[kKindAt + 2], std::byte{4});  // number of dimensions
+  // The set flags are has_payload_checksum, gradients_overflowed, is_empty, is_end_of_data and has_last_slot.
   EXPECT_EQ(bytes[kFlagsAt], std::byte{47});
   EXPECT_EQ(std::memcmp(bytes.data() + kNumMinibatchesAt, "\xEF\xCD\xAB\x89", 4), 0);
   EXPECT_EQ(std::memcmp(bytes.data() + kFingerprintAt, "\x0D\xF0\xFE\xCA\xEF\xBE\xAD\xDE", 8), 0);
@@ -425,13 +425,13 @@ TEST(Frame, EnvelopeIsCheckedBeforeAnyField) {
 TEST(Frame, ShapeThatOverflowsIsRefused) {
   FrameHeader header = tensor_header();
   header.shape = {std::int64_t{1} << 31, std::int64_t{1} << 31, 1 << 4, 1, 0, 0, 0, 0};
-  header.tensor_bytes = 0;  // what the product is modulo 2^64
+  header.tensor_bytes = 0;  // the shape's product modulo 2^64
   header.chunk_offset = header.payload_bytes = 0;
   expect_refused(encoded(header), "shape");
   header.shape.fill(std::numeric_limits<std::int64_t>::max());
   header.num_dims = 8;
   expect_refused(encoded(header), "shape");
-  header.shape[7] = 0;  // an empty tensor has no bytes however long its other dimensions
+  header.shape[7] = 0;  // an empty tensor has no bytes, whatever its other dimensions are
   EXPECT_TRUE(decode(encoded(header)).ok());
 }
 
@@ -469,7 +469,7 @@ TEST(Fingerprint, EverySingleBitCounts) {
 
 TEST(Fingerprint, EveryBitOfTheInputReachesHalfOfTheOutput) {
   std::mt19937_64 random(2);
-  std::string text(200, '\0');  // three stripes and a tail
+  std::string text(200, '\0');  // its length is three stripes and a tail
   double num_changed = 0;
   constexpr int kRounds = 2000;
   for (int round = 0; round < kRounds; ++round) {
@@ -501,8 +501,8 @@ TEST(Fingerprint, OrderLengthAndSeedCount) {
   EXPECT_EQ(fingerprint(bytes_of(text)), original);
 }
 
-// Two samples of a minibatch may change places, for example: then the sum of each lane's words stays the
-// same.
+// The fingerprint must depend on the order of the stripes. Otherwise two samples of a minibatch could change
+// places unnoticed, because the sum of each lane's words stays the same.
 TEST(Fingerprint, OrderOfStripesCounts) {
   for (const std::uint64_t label : {1u, 2u, 1000u}) {
     std::vector<std::uint64_t> labels(64, 0);
