@@ -105,8 +105,8 @@ class AnswerWay(Protocol):
         check: called during the wait. It raises the error that ends the run."""
 
     def rate_factor(self, boundary: int) -> float:
-        """Returns the rate factor of the answer that was due at this boundary. Any worker may call it, after
-        wait()."""
+        """Returns the factor by which the answer that was due at this boundary changes the learning rates.
+        Any worker may call it, after wait()."""
 
 
 class Asking:

@@ -303,8 +303,8 @@ class StageRunner:
         return self._gradients.take_overflow() or before
 
     def keep_version(self, work: _core.WorkItem, kept: HeldVersions) -> None:
-        """Copies the version that the next backward reads into `kept`, because the update after that backward
-        may overwrite it. A run that continues this one reads the copy."""
+        """Puts a copy of the version that the next backward reads into `kept`. The update after that backward
+        may overwrite the version, and a run that continues this one needs it."""
         version = _core.backward_version(self._schedule, self.stage_index, work.minibatch, work.microbatch)
         kept.keep(version, self._weights.own, work.read_slot)
 

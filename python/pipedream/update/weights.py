@@ -352,8 +352,8 @@ class WeightVersions:
         )
 
     def settle(self, slot: int) -> None:
-        """Makes the leaves views of the slot again if a layer has pointed them at other memory. Copies their
-        values into the slot."""
+        """Points the leaves at their places in the slot again if a layer has pointed them at other memory.
+        Copies their values to these places."""
         position = slot if self._resident is None else self._resident.position_of(slot)
         if position is None:
             return
@@ -363,8 +363,8 @@ class WeightVersions:
                 leaf.data = view
 
     def show(self, slot: int) -> None:
-        """Makes the leaves views of the slot again, like settle(), but without their values. The caller then
-        writes a new version there."""
+        """Points the leaves at their places in the slot again, as settle() does, but copies no values. The
+        caller writes a new version there next."""
         for leaf, view in zip(self._leaves[slot], self._views[slot], strict=True):
             if leaf.data_ptr() != view.data_ptr():
                 leaf.data = view

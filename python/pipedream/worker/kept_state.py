@@ -124,7 +124,7 @@ def _data_generators(segment: Segment, source: MinibatchSource, end: int) -> Rng
         with stream:
             return stream
     if run.reads_inputs or run.reads_targets:
-        # The generators must be those at the end of the data, to which a replica may not have read.
+        # A replica may not have read up to the end of the data. This call moves its generators there.
         source.fetch(end)
     return source.stream.generators if isinstance(source.stream, DataStream) else None
 

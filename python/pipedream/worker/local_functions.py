@@ -119,7 +119,7 @@ def _is_local(function: types.FunctionType) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    # A function that patches a module often holds the old method.
+    # Methods of modules are allowed, because a function that patches a module often holds its old method.
     if isinstance(value, types.MethodType):
         return isinstance(value.__self__, nn.Module)
     # A held function counts as plain here. The pickler checks it when it pickles that function.

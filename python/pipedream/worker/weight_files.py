@@ -191,8 +191,8 @@ def are_complete(plan: Plan, folder: Path) -> bool:
 
 
 def load_weights(stages: Iterable[StageModule], plan: Plan, folder: Path) -> None:
-    """Loads the weights that all workers have saved into the stages. If that fails, moves the files into a
-    new folder, and raises PipelineError that names this folder."""
+    """Gives the stages the weights that all workers have saved. If that fails, moves the files into a new
+    folder, and raises PipelineError that names this folder."""
     try:
         for stage in stages:
             index = stage.stage_index

@@ -112,7 +112,7 @@ class _Worker:
         self._optimizers: WorkerOptimizers | None = None
         self._steered: Steered | None = None
         self._losses_before: list[float] = []  # losses of earlier segments
-        self._residuals: Residuals = {}  # residuals of the previous segment
+        self._residuals: Residuals = {}  # residuals of the codec topk, from the previous segment
         self._loss_state: LossState | None = None  # None except at the last stage
         self._snapshots: dict[int, StageSnapshot] = {}  # by stage, until the pipeline has started from them
         self._parts_before: list[Any] = []  # optimizer states of another plan's stages, from a checkpoint
