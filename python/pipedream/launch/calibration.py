@@ -49,8 +49,8 @@ _BATCHES_MAX = 16  # batches that are taken from the user's data; a run repeats 
 _FAST_BYTES_PER_S = 1e15  # with such fast links the plan balances compute times alone
 _ROUNDS = 4  # repetitions of each kind of run
 _MINIBATCHES_MIN, _MINIBATCHES_MAX = 30, 2000
-# The pause of a minibatch in runs with pauses, and the number of their minibatches. After this pause caches
-# are nearly as cold as after any longer pause.
+# Seconds of the pause in each minibatch of a run with pauses, and the number of minibatches of such a run.
+# After this pause caches are nearly as cold as after any longer pause.
 _PAUSE_SECONDS, _PAUSED_MINIBATCHES = 0.004, 150
 
 
@@ -74,9 +74,10 @@ def calibrate(
 
     model, data, loss_fn, optimizer, transport, weights: see run(). If a minibatch has too few samples to be
         cut, a microbatch is assumed to cost its share of a minibatch.
-    workers: how many share this machine's cores in training; at least 2.
-    minibatches: the length of each run. It repeats the first minibatches of the data, without those of
-        another size than the profile's. None: as many as one worker trains in half a second, at least 30.
+    workers: the number of workers that share this machine's cores in training; at least 2.
+    minibatches: the number of minibatches in each run. A run repeats the first minibatches of the data. It
+        leaves out those of another size than the profile's. None: as many as one worker trains in half a
+        second, at least 30.
     progress: shows on stderr how many runs are done, if stderr is a terminal.
 
     Raises ValueError for fewer than 2 workers or 20 minibatches, under torchrun, and as run() does.

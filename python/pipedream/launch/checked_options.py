@@ -107,8 +107,8 @@ def checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steerin
 
 
 def _traits_of(options: JobOptions, arguments: dict[str, Any], *, on_meta: bool) -> Traits:
-    """Returns the traits of the run, its data and its model. exclusions.cc says which traits exclude each
-    other."""
+    """Returns the traits of the run, its data and its model. A trait is a property that may exclude another;
+    exclusions.cc lists the pairs."""
     data, epochs = arguments["data"], options.epochs
     traits: Traits = {} if options.schedule == AUTO else options.traits()  # only rank 0 knows an "auto" plan
     if arguments["codec"] is None:

@@ -306,8 +306,8 @@ def _sync(
     """Returns the cost of the exchange between replicas, for a worker and a round of updates.
 
     The cost is the time of an item with two replicas minus its time with one worker. Each replica does half
-    of the update, which is subtracted first. The cost is per byte. It is per round if the parameters are so
-    few that messages cost more than bytes."""
+    of the update, which is subtracted first. The cost is given per byte, or per round if the parameters are
+    so few that messages cost more than bytes."""
     exchanged = num_bytes / 2
     workers = {key.worker for key in shared}
 

@@ -92,8 +92,8 @@ def _check_callbacks(name: str, value: Any) -> None:
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Checks arguments of run() one by one, without model and plan. Some arguments may be left out, so that
-    mistakes can be found before slow work begins. Raises as run() does."""
+    """Checks arguments of run() one by one, without model and plan. Callers may give only some of them, to
+    find mistakes before slow work begins. Raises as run() does."""
     for option in RUN_OPTIONS:
         if option.name not in arguments:
             continue

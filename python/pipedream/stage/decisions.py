@@ -300,8 +300,8 @@ def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:
 
 def answer_lead(schedule: _core.ScheduleOptions) -> int:
     """Returns the number of minibatches from a question's boundary to the boundary of its answer. When stage
-    0 reaches the latter, the backwards of all minibatches before the question have come back. So stage 0
-    knows their losses, and waits only for the callbacks."""
+    0 reaches the answer's boundary, the backwards of all minibatches before the question have come back. So
+    stage 0 knows their losses, and waits only for the callbacks."""
     if _core.drains_every_minibatch(schedule):
         return 0
     return _in_groups(schedule, _in_flight(schedule))

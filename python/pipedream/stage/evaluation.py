@@ -6,9 +6,9 @@ measures loss and metrics.
     last EVALUATE  finds no more validation minibatches; the last stage then has a result
 
 Evaluations make no gradients. Layers run on copies of the buffers and of the frozen weights that forwards
-write, and the loss is a copy too. So all of these, generators and modes are unchanged afterwards. The EVALUATE
-items of one evaluation form a block: no other item runs in between. If a stage has replicas, only replica 0
-evaluates, with its own buffers. Owned by the worker's compute thread.
+write, and the loss is a copy too. So all of these, generators and modes are unchanged afterwards. The
+EVALUATE items of one evaluation form a block: no other item runs in between. If a stage has replicas, only
+replica 0 evaluates, with its own buffers. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations

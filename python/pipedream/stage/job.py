@@ -261,8 +261,8 @@ class JobOptions:
         )
 
     def traits(self) -> Traits:
-        """Returns the traits of this run, which say what options exclude (csrc/schedule/exclusions.cc).
-        Traits of parameters that stages share are left out."""
+        """Returns the traits of this run. A trait is a property that may exclude another
+        (csrc/schedule/exclusions.cc). Traits of parameters that stages share are left out."""
         checkpoints, keys, ports = self.checkpoints, self.links.keys, self.links.ports
         is_timed = checkpoints is not None and checkpoints.seconds is not None and self.is_asynchronous
         every = "" if checkpoints is None else f"checkpoints: every is {checkpoints.every!r}"

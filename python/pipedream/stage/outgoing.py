@@ -39,9 +39,9 @@ def written_memory(stage: StageModule) -> set[int]:
 
 
 def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Returns the gradients of the received tensors that need one. A tensor that got no gradient in this
-    backward is stood for by an empty tensor of another shape. There is always at least one tensor, because
-    its arrival upstream says that the backward is done."""
+    """Returns the gradients of the received tensors that need one. For a tensor that got no gradient in this
+    backward, the list has an empty tensor of another shape. There is always at least one tensor, because its
+    arrival upstream says that the backward is done."""
     gradients = [_gradient_of(leaf) for leaf in leaves if leaf.requires_grad]
     return gradients or [_no_gradient(device)]
 

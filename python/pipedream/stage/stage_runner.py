@@ -164,7 +164,7 @@ class StageRunner:
         self._offload: OffloadedStash | None = None
         if prepared.offload is not None:
             self._offload = OffloadedStash(prepared.offload, stage, prepared.weights)
-        # With offloading, binding moves weights. With ties, the slot is known once versions are received.
+        # A bind is not early with offloading, which moves weights, or with ties, whose versions come later.
         self._binds_early = prepared.offload is None and self._tied is None
         self._passes = (RecomputedPasses if self._recomputes else StagePasses)(
             stage,
@@ -475,8 +475,8 @@ class StageRunner:
             self._tied.begin_backward(work.minibatch, work.microbatch)
 
     def _note_scale(self, work: _core.WorkItem, stashed: Stashed) -> None:
-        """Updates the factor in the gradients of the round. If the loss scale has changed within the round,
-        rescales the gradients so far."""
+        """Updates `loss_scale`, the factor in the gradients of the round. If the scale has changed within the
+        round, rescales the gradients so far."""
         begins = self._rounds.is_first_of_round(work.minibatch, work.microbatch)
         if self._sums_shares:  # the update divides the replica's gradients by the sum of their weights
             share = stashed.piece.weight if self.is_last else work.loss_scale

@@ -74,8 +74,8 @@ class Averages:
         self._tensors = [on_host(tensor) for tensor in self._tensors]
 
     def add(self, first: int, leaves: Sequence[Tensor]) -> None:
-        """Adds parameters of the next version to the averages: as many as there are leaves, from position
-        `first` on in the optimizer's order."""
+        """Adds the leaves to the averages. They are parameters of the next version. In the optimizer's order
+        the first of them has position `first`."""
         self._add(self._tensors[first : first + len(leaves)], leaves, _OWN)
 
     def end_version(self) -> None:

@@ -112,8 +112,8 @@ def factors_of(tensors: Sequence[Tensor]) -> list[Factors | None]:
 
 
 def mean_product(factors: Mapping[int, Factors], num_members: int) -> Tensor:
-    """Returns the mean gradient of a weight over a round. factors: by replica, without replicas that have
-    none; at least one entry. num_members: the number of minibatches in the round."""
+    """Returns the mean gradient of a weight over a round. factors: by replica, at least one. Replicas without
+    factors are left out. num_members: the number of minibatches in the round."""
     gradients, inputs = _stacked([factors[replica] for replica in sorted(factors)])
     return torch.mm(gradients.div_(num_members).t(), inputs)
 

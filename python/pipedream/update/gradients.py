@@ -135,9 +135,9 @@ class StageGradients:
         minibatch's loss is multiplied."""
 
     def separate_gradients(self, own_slot: int) -> None:
-        """Gives each gradient its own memory. Call it after a backward whose gradients the next backward
-        adds to. Autograd may give two parameters gradients in one memory, and each would then get the sum of
-        both. own_slot: the slot that the backward read."""
+        """Gives each gradient its own memory. Call it after a backward if the next backward adds to its
+        gradients. Autograd may give two parameters gradients in one memory, and each would then get the sum
+        of both. own_slot: the slot that the backward read."""
         self._weights.own.separate_gradients(own_slot)
         self._tied.separate_gradients()
 
@@ -255,9 +255,10 @@ def _goes_upstream(edge: _core.Edge) -> bool:
 
 
 def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor | None:
-    """Returns the gradient flat, in the leaf's order in memory, and without the loss scale. A scaled gradient
-    is copied, because its memory may have another user. If the model uses a view such as p.view(2, -1), the
-    rest of the backward, or another parameter's gradient, still uses the memory."""
+    """Returns the gradient flat, in the leaf's order in memory, and without the loss scale. A gradient with a
+    loss scale is copied and not divided in place, because its memory may have another user. If the model uses
+    a view such as p.view(2, -1), the rest of the backward, or another parameter's gradient, still uses the
+    memory."""
     if gradient is None:
         return None
     if gradient.is_sparse:

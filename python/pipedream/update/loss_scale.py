@@ -103,8 +103,8 @@ class LossScaling:
         return told
 
     def keep(self, *, overflowed: bool) -> None:
-        """Notes at the end of a segment whether a skipped update is left that no activation has reported. The
-        next segment then reports it."""
+        """Notes at the end of a segment whether an update was skipped that no activation has reported yet.
+        The next segment then reports it."""
         self._kept = self._kept or overflowed or bool(self._late)
         self._heard = self._heard or bool(self._heard_at)
         self._late, self._heard_at = [], []

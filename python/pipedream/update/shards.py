@@ -153,8 +153,8 @@ class ShardLayout:
                 )
 
     def _region_of(self, parameter: int) -> tuple[bool, int]:
-        """Returns the number of a parameter's region. A region is a run of parameters in one slot, without a
-        parameter that every replica updates for itself in between. No chunk crosses a region's end."""
+        """Returns the number of a parameter's region. A region is a sequence of parameters in one slot. No
+        parameter that every replica updates for itself lies between them. No chunk crosses a region's end."""
         return parameter >= self.num_own, bisect.bisect(self.shared, parameter)
 
     def _chunk(self, shard: int, begin: int, end: int, rows: Sequence[tuple[int, int, int]]) -> Chunk:

@@ -231,7 +231,7 @@ class Segment:
         return [replace(first, residuals=by_name(self.keep_residuals())), *others]
 
     def keep_residuals(self) -> Residuals:
-        """Returns the residuals, which the next segment starts with."""
+        """Returns the residuals with which the next segment starts."""
         return keep_residuals(self.core, self.run.rank, self.channels)
 
     def _make_loop(self, checkpointing: Checkpointing | None) -> WorkerLoop:
