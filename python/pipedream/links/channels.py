@@ -317,9 +317,9 @@ def _between_replicas(
     content = TensorSpec(dtype, (spec.chunk_bytes_max // dtype.itemsize,), requires_grad=False)
     flags = TensorSpec(torch.uint8, (spec.num_pieces_max,), requires_grad=False)
     num_rounds = schedule.in_flight[edge.from_stage] + schedule.staleness + 2
-    # A version waits at the owner until the replica has read the previous version. Under vertical sync replicas
-    # read old versions, so a whole set of kept versions may wait. One more version may come in the last round,
-    # and one more may be released late.
+    # A version waits at the owner until the replica has read the previous version. Under vertical sync
+    # replicas read old versions, so a whole set of kept versions may wait. One more version may come in the
+    # last round, and one more may be released late.
     num_versions = max(num_rounds, _core.num_versions_kept(schedule, edge.from_stage) + 2)
     # The receiver has a slot for every chunk of a round, so that no chunk waits in its sender's memory.
     slots = max(spec.num_chunks, 1)
