@@ -61,7 +61,7 @@ _LATE_STEP = 10_000
 def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str) -> int:
     """Returns the most bytes that a torch optimizer allocates and frees in a step. To find out, it makes
     steps on "meta" parameters, which have the real shapes but no memory. All parameters take part if a step
-    processes all at once (foreach), otherwise as few as possible."""
+    processes all at once (foreach), otherwise only some."""
     if optimizer is None:
         return 0
     probe, _ = _probe_of(optimizer, _meta_like)
@@ -98,9 +98,9 @@ def _sizes_in_step(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _each_shape_behind_each(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns as few parameters as possible, but with every pair of neighbouring shapes that occurs among all
-    parameters. Pairs matter, because a step may still hold the previous parameter's temporary tensors, as
-    Adam's does."""
+    """Returns some of the parameters. Every pair of neighbouring shapes that occurs among all parameters also
+    occurs among the returned ones. Pairs matter, because a step may still hold the previous parameter's
+    temporary tensors, as Adam's does."""
     kept: list[nn.Parameter] = []
     shapes = [(p.shape, p.stride(), p.dtype) for p in parameters]
     pairs, last = set(), None

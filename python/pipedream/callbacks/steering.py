@@ -46,7 +46,8 @@ class CallPoints:
     """The decay of callbacks.EMA; None without an EMA."""
 
     def is_due(self, begin: int, end: int, *, has_ended_epoch: bool) -> bool:
-        """Whether callbacks must be called at boundary `end`. `begin` is the boundary before it."""
+        """Whether on_minibatches or on_epoch must be called at boundary `end`. `begin` is the boundary before
+        `end`."""
         return (self.at_epochs and has_ended_epoch) or any(
             begin // every != end // every for every in self.everys
         )

@@ -22,7 +22,7 @@ SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "2bw", *DRAININ
 
 
 class Versions:
-    """Computes the table in docs/schedules.md.
+    """Computes the table of weight versions in docs/schedules.md.
 
     In the code k is the number of a microbatch, counted through the run. At a stage with r replicas,
     microbatch k goes to replica k mod r. `own` counts the microbatches of one replica: microbatch k is number

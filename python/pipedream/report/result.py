@@ -233,7 +233,7 @@ class RunResult:
         without an EMA, this is None."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the fields without the run's state, because a process keeps the state of one run only."""
+        """Returns the fields without the run's state. So copies of the result do not keep the state."""
         return {**vars(self), "_kept": None}
 
     @property
