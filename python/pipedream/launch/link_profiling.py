@@ -145,7 +145,8 @@ class _Profiling:
 
     def _measure_all(self, shows_progress: bool) -> LinkProfile:
         rank, rendezvous = self._place.rank, self._place.rendezvous
-        device = choose_device(self._place.local_rank)  # this comes before join(), as in worker.py
+        # Making a CUDA context holds the GIL, so it is made before join(), as in worker.py.
+        device = choose_device(self._place.local_rank)
         rendezvous.join(self._options.links.peer_timeout_s)
         rendezvous.enter("measuring the links")
         run = self._agree()

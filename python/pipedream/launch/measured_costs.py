@@ -31,7 +31,7 @@ from pipedream.report.result import RunResult, WorkSpan
 
 __all__ = ["Runs", "runtime_costs"]
 
-_FEW_BYTES = 65536  # an exchange of fewer bytes costs as much as its messages do
+_FEW_BYTES = 65536  # the cost of fewer bytes depends on the number of messages
 _WOKEN_DIFFERENCE_MIN = 0.2  # if two runs' waits differ less, they cannot show the cost of waking
 _DISCARDED_SHARE = 0.2  # share of a run's items: the warm-up, and items during which memory is measured
 _SHARE_MIN = 0.05  # least share of time with all workers at work; smaller ones count as this

@@ -260,8 +260,8 @@ class Boundaries:
         return stage in self._begun
 
     def events_in_hand(self, minibatch: int) -> int:
-        """Returns the events that a forward carries on from the previous stage, if this worker has both
-        stages."""
+        """Returns the events of the minibatch's boundary if it is the newest that has begun at this worker. A
+        stage uses them if the previous stage is at the same worker."""
         group, events = self._newest
         return events if minibatch - minibatch % self.group_size == group else 0
 

@@ -240,7 +240,7 @@ class JobOptions:
         )
 
     def job(self, ties: Sequence[tuple[int, int]] = ()) -> Job:
-        """Returns the description of this run by which the core finds options that exclude each other. ties:
+        """Returns the facts about this run from which the core finds options that exclude each other. ties:
         as in schedule_options()."""
         replicas = [stage.num_replicas for stage in self.plan.stages]
         is_float16 = self.autocast is torch.float16

@@ -94,7 +94,7 @@ class StageSaver:
         loss_state: LossState | None = None,
     ) -> None:
         """header: the header of every checkpoint, without its position.
-        facts: facts that the state of every part contains.
+        facts: entries that the state of every part contains.
         names: by stage, the result of names_of_stage().
         before: the reports of the minibatches before this segment.
         keep_residuals: returns the residuals of the worker's channels, once everything is sent. A residual is

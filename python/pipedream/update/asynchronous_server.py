@@ -51,7 +51,8 @@ __all__ = ["NUM_ORDERED_MAX", "AsynchronousServer"]
 
 
 NUM_ORDERED_MAX = 1 << 20  # the most updates of a shard whose order is reported
-_NUM_MEASURED_MAX = 8  # measured updates for other replicas; the first ones make the optimizer's state
+# The number of updates for other replicas that are measured. The first ones make the optimizer's state.
+_NUM_MEASURED_MAX = 8
 
 
 class AsynchronousServer(ShardClient):
@@ -365,8 +366,8 @@ class AsynchronousServer(ShardClient):
 
 
 def _own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | None:
-    """Returns the piece's part of this replica's gradients, which are flat and by parameter; None if the
-    parameter has no gradient."""
+    """Returns the piece's part of this replica's gradients; None if the parameter has no gradient. gradients:
+    by parameter, flat."""
     gradient = gradients[piece.parameter]
     return None if gradient is None else gradient[piece.first : piece.first + piece.count]
 

@@ -36,7 +36,8 @@ __all__ = ["StageOptimizer"]
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a parameter group; CyclicLR has the last two
 
-_BY_GROUP = ("base_lrs", "_last_lr", "max_lrs", "base_momentums", "max_momentums")  # lists of a scheduler
+# Attributes of schedulers. Each is a list with one entry per parameter group.
+_BY_GROUP = ("base_lrs", "_last_lr", "max_lrs", "base_momentums", "max_momentums")
 
 
 class StageOptimizer:
@@ -161,8 +162,8 @@ class StageOptimizer:
         self._native.place_state(make)
 
     def leave_slots(self) -> None:
-        """Copies the state out of the slots, because the next run has other slots. place_state() then moves
-        the state into the new slots."""
+        """Copies the state out of the slots, because the next segment of the run has other slots.
+        place_state() then moves the state into the new slots."""
         if self._native is not None:
             self._native.displace_state()
             return

@@ -83,7 +83,8 @@ class _Group:
         return self.slot_of(_core.tied_version(self._schedule, self.owner, minibatch, microbatch))
 
     def kept_from(self, minibatch: int) -> range:
-        """Returns the versions from the oldest that this minibatch or a later one reads, to the newest."""
+        """Returns the versions that are kept for this minibatch and later ones, from the oldest to the
+        newest."""
         oldest = _core.tied_version(self._schedule, self.owner, minibatch)
         return range(oldest, self.newest + 1)
 
@@ -304,7 +305,8 @@ class TiedParameters:
             for index, gradient in zip(indices, self._received.pop(user, ()), strict=False):
                 if gradient is not None:
                     mine = total[index]
-                    total[index] = gradient.clone() if mine is None else gradient + mine  # mine may be sparse
+                    # `mine` is the right operand, because torch adds a sparse tensor only there.
+                    total[index] = gradient.clone() if mine is None else gradient + mine
         return total
 
     def begin_update(self) -> tuple[int, int]:

@@ -53,7 +53,7 @@ class Checkpointing:
 
     @property
     def saves_before(self) -> Callable[[int], bool] | None:
-        """A function that decides at a boundary on a checkpoint that is not planned. None if the replicas of
+        """A function that says at a boundary whether an unplanned checkpoint is due. None if the replicas of
         stage 0 could not agree on a boundary for it."""
         return None if self._saving is None else self._saving.saves_before
 

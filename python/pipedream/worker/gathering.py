@@ -157,7 +157,8 @@ def _gather(
 
 
 def _joined_state(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns rank 0's state. If some ranks could not store their state, it has the first one's reason."""
+    """Returns rank 0's state. If some ranks could not store their state, it has the reason of the first of
+    them."""
     missing = [of_rank["missing"] for of_rank in of_ranks if of_rank["missing"]]
     return of_ranks[0] | {"missing": missing[0] if missing else ""}
 
@@ -327,9 +328,9 @@ def _joined_stage(of_segments: Sequence[_Report]) -> _Report:
 
 
 def _joined_shard(of_segments: Sequence[_Report]) -> _Report:
-    """Joins the records of an asynchronous shard (AsynchronousServer.record). A segment begins with the last
-    version of the previous segment, and then has all its gradients. So the previous segment's last figure is
-    left out."""
+    """Joins the records of an asynchronous shard (AsynchronousServer.record). A segment's first version is
+    the last version of the previous segment, with all of its gradients. So the previous segment's last figure
+    is left out."""
     *before, last = of_segments
     order = _chained(each["order"] for each in of_segments)
     is_known = all(each["order"] or _num_rounds(each) == 0 for each in of_segments)

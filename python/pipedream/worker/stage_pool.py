@@ -192,7 +192,7 @@ class StagePool:
         return found if options.checkpoints is None else replace(found, copy=self._copy_bytes(stage, found))
 
     def _copy_bytes(self, stage: StageModule, figures: StageBytes) -> int:
-        """Returns the bytes that a checkpoint copies of the stage."""
+        """Returns the bytes of the stage that a checkpoint copies."""
         schedule, index = self.run.schedule(), stage.stage_index
         # Without stashing, a checkpoint also has copies of the older versions that the first microbatches
         # after the boundary read.
