@@ -68,7 +68,8 @@ struct ExchangeSpec {
   std::vector<std::byte*> push_slots;  // zeroed memory of PushLayout::slot_bytes(); a round uses one of them
   Codec push_codec{};
   bool keeps_gradients = false;  // the optimizer may keep received gradients, so no mean overwrites them
-  bool on_host = true;           // whether the tensors are in host memory, where this exchange makes means
+  // Whether the tensors are in host memory. Then this exchange makes the means of gradients itself.
+  bool on_host = true;
   // Whether this owner sends another replica the chunks of a new version only after it has sent that replica
   // all pushed chunks. All channels of a link get equal parts of the bandwidth. So versions would slow down
   // the pushes to spares, although everybody waits longest for the spares' shards.

@@ -205,8 +205,8 @@ void TransportCore::wait_for_traffic(std::optional<Deadline> deadline) {
   DrivingScope::leave();
   std::span<const std::uint64_t> names;
   do {
-    // If the deadline has passed and another thread drives, this thread needs no timeout: the other thread
-    // wakes it when it stops driving.
+    // After the deadline another thread may still drive. wake_thread() has then called need_thread(), so that
+    // thread wakes this one when it stops driving, and no timeout is needed.
     const bool is_due = deadline && Clock::now() >= *deadline && needs_thread_.load();
     names = thread_watch_.sleep(deadline && !is_due ? milliseconds_until(*deadline) : -1);
   } while (!wake_thread(names));
