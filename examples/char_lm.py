@@ -34,7 +34,9 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 CHARACTERS = string.printable  # any other character of the text becomes "?"
 CONTEXT, WIDTH, HEADS, BLOCKS, BATCH_SIZE = 64, 128, 4, 4, 32
-DELAY_MAX = 0.25  # updates; with AdamW late gradients cost more than additional microbatches
+# The planner may choose a schedule whose gradients are up to this many updates late, on average. With AdamW
+# late gradients cost more than additional microbatches.
+DELAY_MAX = 0.25
 TEXT_LENGTH, HELD_OUT_LENGTH = 1_000_000, 50_000
 
 

@@ -38,7 +38,9 @@ except ModuleNotFoundError:
 Batch = dict[str, torch.Tensor]
 
 PAD, END, VOCABULARY = 256, 257, 258  # tokens 0 to 255 are the bytes
-DELAY_MAX = 0.25  # updates; with AdamW late gradients cost more than additional microbatches
+# The planner may choose a schedule whose gradients are up to this many updates late, on average. With AdamW
+# late gradients cost more than additional microbatches.
+DELAY_MAX = 0.25
 IGNORED = -100  # the label of a position at which no token is predicted
 ARCHITECTURES = ("gpt2", "llama")
 

@@ -66,7 +66,7 @@ WEIGHT_VERSIONS = "weight versions"
 TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
 MASTERS = "float32 masters"  # float32 copies of bfloat16 parameters, which the optimizer updates
-AVERAGES = "averages of weights"  # of callbacks.EMA
+AVERAGES = "averages of weights"  # the averages of callbacks.EMA
 PUSHES = "pushed chunks"
 # With asynchronous shards a replica has the newest version of its own shard, and one copy of it for each
 # other replica.

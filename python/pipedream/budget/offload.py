@@ -350,7 +350,7 @@ def measure_offloadable(kept: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
 
 
 def _is_plain(tensor: Tensor, device: torch.device) -> bool:
-    """Whether the tensor is an ordinary strided tensor on the device, of no subclass."""
+    """Whether the tensor is an ordinary strided tensor on the device, not one of a subclass."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -366,8 +366,8 @@ def _is_movable(tensor: Tensor, kept_memory: set[int]) -> bool:
 
 def _content_of(tensor: Tensor) -> _Content:
     """Returns a key that is equal for two live tensors only if they have the same storage with the same
-    content. Parts of a storage may count their versions apart, as the gates of a GRUCell do. A tensor counts
-    with its base, so the base's place stands for the counter."""
+    content. Tensors of one storage may have different version counters, as the gates of a GRUCell have. A
+    view shares its base's counter, so the key has the base's place."""
     base = tensor if tensor._base is None else tensor._base
     return tensor.untyped_storage()._cdata, tensor._version, _Geometry.of(base)
 

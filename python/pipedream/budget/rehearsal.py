@@ -161,7 +161,7 @@ class Rehearsal:
             with kept, torch.enable_grad(), self._draws_of(stage):
                 self._run_stage(stage, value, targets)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the pool comes from the device, not from torch's cache
+            torch.cuda.empty_cache()  # gives memory back to the device, from which the pool is allocated
 
     def _draws_of(self, stage: StageModule) -> contextlib.AbstractContextManager[None]:
         """Makes stages on both sides of a cut draw the same random numbers. So code that branches on such a

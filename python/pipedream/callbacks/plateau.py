@@ -41,7 +41,7 @@ class _Watch(Callback):
             and known
             and all(map(math.isnan, known))
         ):
-            return False  # no evaluation yet; the first one may bring a figure of this name
+            return False  # there was no evaluation yet; the first one may have a figure of this name
         value = report.value_of(self.metric)
         if self.metric in report.metrics and math.isnan(value):
             return False  # no evaluation yet

@@ -137,7 +137,8 @@ class Steering:
         """Epochs that ended at the checkpoint, if the run begins with an evaluation of its weights. Callbacks
         are told of these epochs after that evaluation."""
         self._samples: list[int] = []
-        self._told_to = [0] * len(self._callbacks)  # boundary of each callback's last on_minibatches
+        # The boundary of each callback's last call of on_minibatches.
+        self._told_to = [0] * len(self._callbacks)
         self._told_s = [0.0] * len(self._callbacks)
         self._epoch_begin, self._epoch_s, self._num_epochs = 0, 0.0, 0
         self._rates: list[float] = []
@@ -247,7 +248,8 @@ class Steering:
             return Decision(stop=True)
 
     def tell_of_checkpoints(self, period_s: float = 0.0) -> None:
-        """Tells the callbacks of complete checkpoints, but looks for new ones only every period_s."""
+        """Tells the callbacks of checkpoints that have become complete. Does nothing if the last call that
+        looked for them was less than period_s seconds ago."""
         now_s = time.monotonic()
         if not self._watches or self.error is not None or now_s < self._looked_s + period_s:
             return

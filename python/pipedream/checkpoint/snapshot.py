@@ -88,8 +88,8 @@ def encode(
     value: Any, name: str, tensors: dict[str, Tensor], to_host: Callable[[Tensor], Tensor] = on_host
 ) -> Any:
     """Returns the value as JSON. Its tensors are copied into `tensors`, by names that begin with `name`. The
-    JSON refers to them by these names. Raises ValueError for a value that is neither a tensor nor of a type
-    above."""
+    JSON refers to them by these names. Raises ValueError for a value of a type that this function does not
+    know."""
     if isinstance(value, Tensor):
         tensors[name] = to_host(value)
         return {"tensor": name, "device": value.device.type}

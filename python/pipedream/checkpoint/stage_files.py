@@ -137,8 +137,8 @@ def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
 
 
 def _with_strides(tensor: Tensor, strides: list[int] | None) -> Tensor:
-    """Returns a copy with these strides, because a safetensors file stores no strides. None: the tensor was
-    contiguous."""
+    """Returns a copy with these strides, because a safetensors file stores no strides. They are None if the
+    tensor was contiguous."""
     if strides is None:
         return tensor.clone()
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)

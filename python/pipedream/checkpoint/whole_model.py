@@ -230,7 +230,7 @@ def _newest_of(checkpoint: Path, parts: Sequence[Part], names: Mapping[str, Any]
 
 
 def _mean_of(of_replicas: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the first replica's tensors. Floating-point tensors that differ between replicas are replaced by
-    their means."""
+    """Returns the first replica's tensors. Floating-point tensors that differ between replicas are replaced
+    by their means."""
     mine, *others = of_replicas
     return mine | mean_buffers(mine, others)

@@ -1,1 +1,1 @@
-"""Front ends for training libraries. Each library is an optional dependency (an extra) of the package."""
+"""This package has front ends for training libraries. Each library is an optional dependency (an extra)."""

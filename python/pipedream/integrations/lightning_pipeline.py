@@ -114,7 +114,7 @@ class Pipeline:
         self._loader_of_epoch: Any = None
         self._generators: list[Tensor] = []
 
-    # Called by the strategy, for Lightning.
+    # The strategy calls these methods for Lightning.
 
     def train_row(self, trainer: Any, batch: int) -> Row:
         self.ensure_rows(trainer, batch)
@@ -171,7 +171,7 @@ class Pipeline:
         shutil.rmtree(folder)
         return found
 
-    # The division of an epoch into parts.
+    # These methods divide an epoch into parts.
 
     def _next_part(self, trainer: Any, first: int) -> Part:
         num_batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches

@@ -116,7 +116,7 @@ def reads(function: Any, position: int) -> bool:
     if not isinstance(code, types.CodeType):
         return True
     if code.co_argcount <= position:
-        return bool(code.co_flags & 0x04)  # *args
+        return bool(code.co_flags & 0x04)  # whether the method has *args
     name = code.co_varnames[position]
     if name in code.co_cellvars:
         return True

@@ -121,7 +121,8 @@ class Steps:
         batches_per_step: int,
         pieces_per_batch: int = 1,
     ) -> None:
-        """loader: yields an epoch's batches each time it is iterated. num_steps: of the whole training."""
+        """loader: yields an epoch's batches each time it is iterated. num_steps: the number of steps of the
+        whole training."""
         self._loader = loader
         self._form = form
         self._num_steps = num_steps

@@ -327,8 +327,8 @@ class Training:
         self._metrics[report.minibatch] = metrics
 
     def take_metrics(self) -> dict[str, float] | None:
-        """Takes the metrics of all evaluations up to the present step out of the store. Returns the latest
-        ones; None if there are none.
+        """Returns the metrics of the latest evaluation that has not been reported, up to the present step;
+        None if there is no such evaluation. All evaluations up to this step then count as reported.
         """
         steps = [step for step in self._metrics if step <= self._trainer.state.global_step]
         found = self._metrics[max(steps)] if steps else None

@@ -72,7 +72,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         **kwargs: Any,
     ) -> None:
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if given is None:  # the default of transformers.Trainer
+        if given is None:  # transformers.Trainer has the same default
             given = transformers.TrainingArguments("tmp_trainer")
             if len(args) > 1:
                 args = (args[0], given, *args[2:])

@@ -1,1 +1,1 @@
-"""The links between workers: rendezvous, channels, keys, codecs, signs of life."""
+"""This package connects workers: it has the rendezvous, channels, keys, codecs and signs of life."""

@@ -85,7 +85,7 @@ _CARRIED = {
 BETWEEN_REPLICAS = ("push", "pull")
 """The kinds of edges that carry shards between replicas. Each item is one chunk of a shard, so one SEND of
 the program is several items."""
-CALLER = -1  # stands for the caller where a channel has a sender's rank
+CALLER = -1  # the sender's "rank" of a channel from the caller
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def factors_name(push: _core.Edge, placement: _core.Placement) -> str:
 
 
 def edge_name(edge: _core.Edge, placement: _core.Placement) -> str:
-    """Returns the name of the edge's channel: "activations of stage 0 to stage 1". If stage 0 has replicas:
-    "activations of stage 0 replica 1 to stage 1"."""
+    """Returns the name of the edge's channel, such as "activations of stage 0 to stage 1". If stage 0 has
+    replicas, it is for example "activations of stage 0 replica 1 to stage 1"."""
     ends = [(edge.from_stage, edge.from_replica), (edge.to_stage, edge.to_replica)]
     named = [_name_of_end(stage, replica, placement.num_replicas(stage)) for stage, replica in ends]
     return f"{_CARRIED[edge.kind]} of {named[0]} to {named[1]}"
@@ -247,7 +247,7 @@ def _bulk_channel(name: str, ends: tuple[int, int], slots: int, **fields: Any) -
 
 
 def _numbered(channels: Iterable[RunChannel], first_id: int = 0) -> list[RunChannel]:
-    """Returns the channels with ids in their order, from first_id on."""
+    """Returns the channels with consecutive ids. The first channel has first_id."""
     return [replace(channel, channel_id=index) for index, channel in enumerate(channels, first_id)]
 
 
@@ -472,7 +472,7 @@ def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.Schedule
     """Returns the channels from the caller. Their ids begin at 0, because the caller does not know the other
     channels."""
     found = []
-    counts = TensorSpec(torch.int64, (3,), requires_grad=False)  # data.forwarded_counts
+    counts = TensorSpec(torch.int64, (3,), requires_grad=False)  # the result of forwarded_counts()
     boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
     # A worker receives a whole group of minibatches before it begins the group (data/minibatch_source.py).
     group_size = _core.minibatches_between_drains(schedule)

@@ -15,7 +15,7 @@ __all__ = ["DESCRIPTORS_PER_LINK", "check_descriptors", "descriptor_limit_raised
 DESCRIPTORS_PER_LINK = 9
 """The most descriptors that one end of a link opens. libzmq opens some for its sockets, their events and the
 connection; shared memory needs the others."""
-_SPARE = 64  # for the user's files, the store and the DataLoaders
+_SPARE = 64  # descriptors for the user's files, the store and the DataLoaders
 
 _log = logging.getLogger("pipedream")
 

@@ -146,8 +146,8 @@ class PairChannels:
 def lead(channels: PairChannels, seconds: float) -> PairFigures:
     """Measures latency and bandwidth together with the other worker, which calls follow().
 
-    Takes samples of each figure for `seconds`, but at least 3. A figure takes less time if it has 10 samples and
-    its error is at most 2 %."""
+    Takes samples of each figure for `seconds`, but at least 3. A figure takes less time if it has 10 samples
+    and its error is at most 2 %."""
 
     def timed(what: int, amount: int) -> float:
         channels.say(what, amount)

@@ -112,7 +112,7 @@ class Pulse:
         self.stop()
 
     def stop(self) -> None:
-        """Stops the pulse; afterwards no thread of it calls the core. Idempotent."""
+        """Stops the thread, which then calls the core no more. A second call does nothing."""
         self._stopping.set()
         self._thread.join()
 

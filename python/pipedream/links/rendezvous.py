@@ -83,7 +83,7 @@ def _store_at(listener: socket.socket, host: str, port: int) -> dist.Store:
             _STORE_TIMEOUT,
             wait_for_workers=False,
             multi_tenant=True,  # a process group that is made later may share the store
-            master_listen_fd=descriptor,  # the store closes it
+            master_listen_fd=descriptor,  # the store closes the descriptor
             use_libuv=False,
         )
     except BaseException:
@@ -175,7 +175,8 @@ def _from_environment(name: str) -> str:
 
 
 class Rendezvous:
-    """The JSON values of one run, by key. One thread of each process owns it and must close() it."""
+    """Exchanges JSON values between the ranks of one run, by key. One thread of each process owns it and must
+    close() it."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class Rendezvous:
         self._store_is_gone = ""  # becomes the error's text when the store is gone
         self._has_failed = False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._signs: _Signs | None = None  # used by the thread below
+        self._signs: _Signs | None = None  # the thread below uses it, too
         self._thread = threading.Thread(target=self._serve, name="pipedream-rendezvous", daemon=True)
         self._thread.start()
 

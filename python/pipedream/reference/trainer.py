@@ -359,7 +359,7 @@ class Trainer:
         for stage_index in stages:
             updaters = self._stages[stage_index].updaters
             for updater in updaters:
-                # If each replica has its own updater, the updater has only the replica's share of each
+                # If each replica has its own updater, the updater's gradients are of a part of each
                 # minibatch.
                 count = len(updater.minibatches) if len(updaters) == 1 else updater.share
                 # The gradient of a single minibatch is not divided, so that it equals plain training bit for

@@ -45,8 +45,8 @@ class History:
 
 
 class Updater:
-    """The optimizer and the scheduler of one stage. It updates the newest version of the weights, which is in
-    the parameters themselves."""
+    """The optimizer and the scheduler of one stage. The optimizer updates the newest version of the weights,
+    which is in the parameters themselves."""
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ class Versions:
 
     def of_tied(self, owner: int, minibatch: int, microbatch: int = 0) -> int:
         """Returns the version of tied parameters, which the owner shares with other stages. All these stages
-        read the same version, in forward and backward. The owner's rounds count.
+        read the same version, in forward and backward. The version counts the owner's rounds.
 
         If the schedule drains or is 2bw, it is the version that the owner reads. Otherwise it is the version
         that vertical sync would read at the owner, minus the staleness.
@@ -289,8 +289,8 @@ class WrittenVersions(Versions):
         return in_flight_max
 
     def _is_drained(self, steps: Sequence[_Step]) -> bool:
-        """Whether each round ends at all stages of the worker before the next round begins. All backwards of
-        the round must come before its updates, and the updates in the order of the stages.
+        """Whether each round ends at all stages of the worker before the next round begins. The backwards of
+        a round must come before its updates. The updates must come in the order of the stages.
         """
         newest = dict.fromkeys(sorted({step.stage for step in steps}), 0)
         num_backwards = 0

@@ -51,11 +51,11 @@ class FirstFigures:
         write_record(self._gradients_path(stage), {"norm": norm})
 
     def fingerprint(self) -> int | None:
-        """Returns None if the fingerprint has not been written yet."""
+        """Returns the fingerprint of minibatch 0; None if it has not been written yet."""
         return int(_read(self._data_path)["fingerprint"]) if self._data_path.exists() else None
 
     def gradient_norms(self, num_stages: int) -> list[float] | None:
-        """Returns one norm per stage, or None if some have not been written yet."""
+        """Returns the norm of each stage's gradients; None if a stage has not written its norm yet."""
         paths = [self._gradients_path(stage) for stage in range(num_stages)]
         return [_read(path)["norm"] for path in paths] if all(map(Path.exists, paths)) else None
 

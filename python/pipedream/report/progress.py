@@ -56,8 +56,8 @@ class RunProgress:
         schedule: _core.ScheduleOptions,
         file: TextIO | None = None,
     ) -> None:
-        """num_minibatches: of the whole run; None if the data have no length. file: the stream on which the
-        progress is shown; None is stderr."""
+        """num_minibatches: the number of minibatches of the run; None if the data have no length. file: the
+        stream on which the progress is shown; None is stderr."""
         self._enabled = enabled
         self._make_display = functools.partial(
             _display_for, file or sys.stderr, num_minibatches, num_epochs, schedule
@@ -65,7 +65,7 @@ class RunProgress:
         self._display: _Display | None = None
         self._samples = 0
         self._newest: tuple[int, int, float] | None = None  # minibatch, epoch and loss that are not shown yet
-        self._marks: deque[tuple[float, int]] = deque()  # (time, samples until then)
+        self._marks: deque[tuple[float, int]] = deque()  # (time, number of samples until this time)
         self._next_s = 0.0
 
     def __enter__(self) -> RunProgress:

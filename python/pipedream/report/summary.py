@@ -21,7 +21,7 @@ __all__ = ["describe_data_waits", "describe_result", "plot_losses", "summarize"]
 
 _DATA_SHARE_MIN = 0.1  # a worker that spends a smaller share of its time on reading data gets no line
 _EPOCHS_SHOWN = 6
-_LOSSES_COLOUR, _SMOOTHED_COLOUR, _MEANS_COLOUR = "#56b4e9", "#0072b2", "#d55e00"  # of the Okabe-Ito palette
+_LOSSES_COLOUR, _SMOOTHED_COLOUR, _MEANS_COLOUR = "#56b4e9", "#0072b2", "#d55e00"  # Okabe-Ito colours
 _SMOOTHED_MIN = 20  # minibatches; a shorter run gets no running mean
 _SMOOTHED_SHARE = 0.05  # share of the run that the running mean remembers
 

@@ -127,8 +127,8 @@ def draw_transfers(
     """Returns the spans of one channel, on tracks of its two workers. Also returns an arrow from the sending
     to the arrival of each item.
 
-    worker_names: by rank. arguments: facts about the channel, which every span shows. name_of: returns the
-    name of the item of (minibatch, microbatch).
+    worker_names: the workers' names by rank. arguments: facts about the channel, which every span shows.
+    name_of: returns the name of the item of (minibatch, microbatch).
     """
     sender, receiver = (worker_names[rank] for rank in (transfers.sender_rank, transfers.receiver_rank))
     send, receive = f"send {transfers.channel}", f"receive {transfers.channel}"
