@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -35,6 +36,14 @@ def test_an_error_in_a_forward(farm: Farm, stage: int, at: int) -> None:
     if at == 0 and stage < 2:  # the last stage's rehearsal leaves the error to the minibatch
         where = f"the first minibatch does not pass stage {stage} (rank {stage})"
     assert set(messages) == {f"{where}: RuntimeError: the layer gave up"}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_layer_that_ends_its_process_is_named_with_its_place(farm: Farm, stage: int) -> None:
+    outcomes = farm.run(run, model_with(sys.exit, stages=2, stage=stage, at=7), num_ranks=2)
+    assert isinstance(outcomes[stage].error, SystemExit)
+    where = f"stage {stage} (rank {stage}) ended at minibatch 7"
+    assert str(outcomes[1 - stage].error) == f"{where}: SystemExit: SystemExit"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def run_worker(
             with position_kept(worker.losses, worker.minibatch):
                 return worker.run(options, model, data)
         except BaseException as error:
-            worker.links.say_why(describe_error(error))
+            worker.links.say_why(worker.describe(error))
             if isinstance(error, Exception):
                 note_error(error)
             worker.keep_newest()
@@ -134,6 +134,16 @@ class _Worker:
     def minibatch(self) -> int | None:
         """Returns the minibatch that this worker is working on; None before its first minibatch."""
         return None if self._segment is None else self._segment.minibatch
+
+    def describe(self, error: BaseException) -> str:
+        """Describes the error that ends this worker to the other workers. Only an Exception in the user's code
+        has got its place already; a sys.exit() has none."""
+        if isinstance(error, Exception):
+            return describe_error(error)
+        rank, minibatch = self._place.rank, self.minibatch()
+        where = f"rank {rank}" if self._segment is None else self._segment.run.plan.describe_worker(rank)
+        at = "" if minibatch is None else f" at minibatch {minibatch}"
+        return f"{where} ended{at}: {describe_error(error)}"
 
     def keep_newest(self) -> None:
         """Writes the newest versions for the caller of local workers, after the run has failed. Does nothing
