@@ -152,7 +152,7 @@ class Asking:
 
     def note_loss(self, minibatch: int, part: float) -> None:
         """Adds a microbatch's part of the loss of its minibatch. Call it when the microbatch's gradient has
-        come back."""
+        come back to stage 0."""
         self._losses[minibatch] = self._losses.get(minibatch, 0.0) + part
 
     def note_norm(self, norm: float) -> None:

@@ -228,7 +228,7 @@ def _hand_down(
 
 
 def _gathers(run: AgreedRun) -> bool:
-    """Whether weights are sent up the tree. They are not if local workers write them into files."""
+    """Whether weights are sent up the tree. They are not with gather="none", or if they go through files."""
     return run.options.output.gather != "none" and run.place.folder is None
 
 
