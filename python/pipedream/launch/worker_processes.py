@@ -23,7 +23,7 @@ from pipedream.report.status import LOOK_S
 
 __all__ = ["run_processes", "signals_deferred"]
 
-_PATIENCE_S = 2.0  # seconds in which other workers may report why the first one ended
+_PATIENCE_S = 2.0  # seconds for other workers to report why the first one ended
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -225,7 +225,7 @@ class StageZeroGate:
 
     def _epochs_ended_in(self, group: int) -> list[tuple[int, int]]:
         """Returns (epoch, end) of each epoch that ends after the previous boundary, and at or before the
-        boundary `group`."""
+        boundary `group`. end: the minibatch after the epoch."""
         epoch_of = self._source.epoch_of
         return [
             (epoch_of(end - 1), end)

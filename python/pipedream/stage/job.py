@@ -166,7 +166,8 @@ class JobOptions:
 
     @property
     def measures_gradients(self) -> bool:
-        """Whether updates need the gradients' norm, or callbacks ask for it."""
+        """Whether the gradients' norm is measured, because updates need it or callbacks ask for it. Some runs
+        have no norm to give to callbacks."""
         if self.max_grad_norm is not None or self.autocast is torch.float16:
             return True
         has_none = self.is_asynchronous or self.reduces_together or self.plan.num_spares

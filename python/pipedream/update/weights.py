@@ -331,8 +331,8 @@ class WeightVersions:
         ]
 
     def _reference(self, place: Place, index_of: Mapping[int, int]) -> _Reference:
-        """Makes the reference for a place. index_of: the index of a parameter by the id() of a tensor that
-        may be in the place now."""
+        """Makes the reference for a place. The place holds a tensor now. index_of: by the id() of such a
+        tensor, the index of its parameter."""
 
         def filled_with(parameters: Sequence[nn.Parameter]) -> Any:
             def replace(tensor: Tensor) -> Tensor:

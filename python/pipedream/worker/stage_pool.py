@@ -233,10 +233,10 @@ class StagePool:
         )
 
     def _num_rounds_kept(self, stage: int) -> int:
-        """Returns the number of rounds whose gradients a replica may have at once. A spare receives a chunk
-        only when it can use it, so with spares the gradients of one more round may wait to be sent. If the
-        stage keeps one version, none wait, because the next round's forwards need the spare's new version
-        first."""
+        """Returns the number of rounds whose gradients a replica may have at once. A spare takes a chunk only
+        when it can use the chunk. So with spares the gradients of one more round may wait to be sent. They do
+        not wait if the stage keeps one version, because the next round's forwards need the spare's new
+        version first."""
         schedule, has_spares = self.run.schedule(), self.run.plan.stages[stage].num_spare_shards > 0
         waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
         return _core.num_gradients_kept(schedule, stage) + waits
