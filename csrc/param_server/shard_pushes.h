@@ -68,8 +68,8 @@ class ShardPushes {
  private:
   struct Receiver {
     const ExchangePeer* peer = nullptr;
-    std::vector<PushLayout::Chunk> places;  // by chunk
-    std::size_t num_sent = 0;               // chunks of the round that are sent
+    std::vector<PushLayout::Chunk> places;  // where each chunk lies, by the chunk's index
+    std::size_t num_sent = 0;               // how many chunks of this round are sent
   };
 
   [[nodiscard]] Result<bool> send(const Receiver& to, std::int64_t num_summed, Deadline deadline);

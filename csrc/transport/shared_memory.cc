@@ -65,7 +65,7 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 struct DeviceNote {
   std::uint64_t num_bytes;
   std::uint64_t handle_bytes;
-  std::array<char, kMemoryHandleBytesMax> handle;  // ExportedMemory::handle()
+  std::array<char, kMemoryHandleBytesMax> handle;  // what ExportedMemory::handle() returned
 };
 
 struct Address {
