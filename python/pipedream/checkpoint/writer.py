@@ -74,7 +74,7 @@ class CopyMemory:
 
     @staticmethod
     def bytes_beside(num_tensors: int) -> int:
-        """Returns the most bytes that alignment leaves unused beside num_tensors copies."""
+        """Returns the most bytes that alignment adds to num_tensors copies."""
         return num_tensors * _ALIGNMENT_BYTES
 
 

@@ -155,8 +155,8 @@ class RunResult:
     into each other's memory."""
     transports: dict[str, str]
     """The transport between two stages. "0->1" is for activations from stage 0 to 1, "1->0" for gradients
-    from stage 1 to 0. Values are "zmq/tcp", "zmq/tcp curve" if encrypted, "shared memory" (for tensors of 16
-    KiB or more), and "cuda ipc"."""
+    from stage 1 to 0. The values are "zmq/tcp", "zmq/tcp curve" if encrypted, "shared memory" and "cuda
+    ipc"."""
     worker_pids: list[int]
     memory: list[dict[str, dict[str, int | None]]]
     """For each worker, the "predicted" and "peak" bytes of its memory terms, by the term's name. A figure
@@ -217,8 +217,9 @@ class RunResult:
     "stall_ns" is the time in which training waited, and "write_ns" the time in which a thread wrote."""
     updates_read: list[list[tuple[int, int]]] = field(default_factory=list)
     """With sync="asp", updates_read[stage][minibatch] is a pair (fewest, most). The minibatch's forward read
-    the weights in parts, and each part contained some number of updates. The pair has the smallest and the
-    largest of these numbers. Empty for a stage without replicas, for which `versions` has the number."""
+    the weights in parts, and each part contained the gradients of some number of minibatches. The pair has
+    the smallest and the largest of these numbers. Empty for a stage without replicas, for which `versions`
+    has the number."""
     validation: list[Evaluation] = field(default_factory=list)
     """The evaluations of run(validation=...), in order."""
     update_orders: list[list[UpdateOrder]] = field(default_factory=list)
