@@ -309,7 +309,8 @@ class MemoryPlan:
                 stash += in_flight * kept + num_of_data * footprint.input_bytes
             else:
                 stash += self._kept_beside_gradients(stage, kept) + num_of_data * footprint.target_bytes
-            # Gradients of tied parameters wait to be sent to the owner, one set per minibatch in flight.
+            # Gradients of tied parameters wait to be sent to the owner: one set per minibatch in flight, and
+            # one more.
             stash += sum(figures.tied.values()) * (self.schedule.in_flight[0] + 1)
             factors, pushes = figures.factors, self.pushes_of(stage)
             step_bytes = figures.step + factors.step_bytes + pushes.mean_bytes

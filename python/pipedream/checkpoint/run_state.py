@@ -118,7 +118,7 @@ class RunState:
 
     @property
     def begun_at(self) -> int:
-        """The pipeline was last empty before this minibatch."""
+        """The minibatch before which the pipeline was last empty."""
         return int(self.document["begun_at"])
 
     @property
