@@ -93,10 +93,10 @@ void drop_capsule(PyObject* capsule) {
 }
 
 bool is_contiguous(const DLTensor& tensor) {
-  if (tensor.strides == nullptr) return true;
+  // An empty tensor has no elements that could lie apart, whatever its strides.
+  if (tensor.strides == nullptr || std::count(tensor.shape, tensor.shape + tensor.ndim, 0) > 0) return true;
   std::int64_t expected = 1;
   for (std::int32_t dim = tensor.ndim - 1; dim >= 0; --dim) {
-    if (tensor.shape[dim] == 0) return true;
     if (tensor.shape[dim] != 1 && tensor.strides[dim] != expected) return false;
     expected *= tensor.shape[dim];
   }
