@@ -423,7 +423,7 @@ class StageOptimizer:
         gradient_scale: float,
     ) -> None:
         with torch.no_grad():
-            if gradient_scale != 1.0:
+            if gradient_scale != 1.0 and any(gradient is not None for gradient in gradients):
                 gradients = _without_overlaps(gradients)
                 torch._foreach_mul_([g for g in gradients if g is not None], gradient_scale)
             moved = [pair for pair in zip(write, read, strict=True) if pair[0] is not pair[1]]
