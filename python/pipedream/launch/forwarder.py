@@ -274,7 +274,7 @@ class _Forwarder(threading.Thread):
 
     def _minibatches(self, *, reuses_memory: bool) -> Iterator[tuple[int, Minibatch]]:
         """Yields (index, minibatch). reuses_memory: whether the data may overwrite a minibatch's memory
-        before the minibatch is forwarded. It is then copied."""
+        before the minibatch is forwarded. Each minibatch is then copied."""
         batches = epochs_of(self._data, self._options.epochs)
         # A run from a checkpoint gets the data from the beginning, and skips the minibatches before the
         # checkpoint. A run from a `state` gets new data.
