@@ -152,7 +152,6 @@ def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str | Program, 
 
 
 def _codec_of(arguments: dict[str, Any], plan: Plan) -> Any:
-    """Returns the argument `codec` if it is given, otherwise the codec for which the plan was made."""
     if arguments["codec"] is not None or not plan.codec:
         return arguments["codec"]
     _log.info("codec=%s, as the plan was made for it", plan.codec)

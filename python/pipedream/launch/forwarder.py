@@ -329,7 +329,6 @@ class _Forwarder(threading.Thread):
         self._wait_for("drained", range(self._plan.workers_used), math.inf)
 
     def _wait_for(self, name: str, ranks: Iterable[int], timeout_s: float) -> list[Any]:
-        """Returns the values that these ranks publish under `name` for this segment. Waits for them."""
         key = segment_key(name, self._segment_index)
         keys = [f"{key}/{rank}" for rank in ranks]
         return self._rendezvous.wait_for(

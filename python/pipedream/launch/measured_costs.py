@@ -436,7 +436,7 @@ class _Speeds:
             for span, following in itertools.pairwise(spans):
                 changes += [(begin_ns(span), 1), (following.asked_ns, -1)]
         self._times: list[int] = []
-        self._done: list[float] = []  # for each of _times, the work done until then: the integral of the speed
+        self._done: list[float] = []  # for each of _times, the work done until then
         self._speed: list[float] = []  # for each of _times, the speed from then on
         at_work, done = 0, 0.0
         for time_ns, change in sorted(changes):

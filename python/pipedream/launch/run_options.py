@@ -133,7 +133,6 @@ def _check_schedule(name: str, value: Any) -> None:
 
 
 def _schedule_given(text: str) -> str | Program:
-    """Reads --schedule: the name of a schedule, or a program's file (.txt)."""
     return Program.load(text) if text.endswith(".txt") else text
 
 

@@ -167,7 +167,6 @@ class _Walk:
                 self._look_into(found)
 
     def look_for_patches(self, module: types.ModuleType) -> None:
-        """Notes the user's functions in a library's module."""
         for name, value in list(vars(module).items()):
             if _is_users_function(value):
                 self._note(module.__name__, name, value)
@@ -283,7 +282,6 @@ def _is_of_the_class(value: Any) -> bool:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """Returns an object's attributes, from its __dict__ and its slots."""
     of_kinds = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     slots = [name for names in of_kinds for name in ([names] if isinstance(names, str) else names)]
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
@@ -370,7 +368,6 @@ def _no_function(*_: Any) -> Any:
 
 
 def _why_not_sent(value: Any) -> str:
-    """Returns the reason why the value cannot be sent; empty if it can be sent."""
     try:
         _Trial().run(value)
     except _TooLargeError:

@@ -130,8 +130,6 @@ class DeviceClock:
 
 
 class UserCodeOnDevice(UserCode):
-    """Times the user's code by the device's clock."""
-
     def __init__(self, where: Callable[[str], str], clock: DeviceClock) -> None:
         super().__init__(where)
         self._clock = clock

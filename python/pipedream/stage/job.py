@@ -193,7 +193,6 @@ class JobOptions:
         return self.plan.stages[stage].num_replicas > 1 and not self.reduces_together
 
     def is_asynchronous_at(self, stage: int) -> bool:
-        """Whether the stage's replicas have asynchronous shards."""
         return self.is_asynchronous and self.plan.stages[stage].num_replicas > 1
 
     @property

@@ -539,7 +539,6 @@ class WorkerLoop:
 
 
 def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ShardClient]:
-    """Returns, by stage, the shard clients of the stages that have replicas."""
     return {
         part.stage.stage_index: part.gradients for part in prepared if isinstance(part.gradients, ShardClient)
     }

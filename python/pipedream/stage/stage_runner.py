@@ -349,7 +349,6 @@ class StageRunner:
             self._close_minibatch(stashed.minibatch)
 
     def _explained(self, error: NonFiniteLoss, stashed: Stashed, targets: Any) -> NonFiniteLoss:
-        """Returns the error with the origins of the NaN, if they are found."""
         origins = self._passes.origins_of_nan(stashed, targets)
         if not origins:
             return error

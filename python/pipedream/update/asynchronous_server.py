@@ -295,7 +295,6 @@ class AsynchronousServer(ShardClient):
         return self._step_meter.peak_bytes
 
     def _gradients_in(self, part: ShardPart, items: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
-        """Returns the gradients in the items, one for each piece of the part."""
         gradients = {
             id(piece): self._piece_in_item(tensors, position, piece)
             for (_, chunk), tensors in zip(part.chunks, items, strict=True)

@@ -60,7 +60,6 @@ class Averages:
         return state_layout(self._named)[0]
 
     def place(self, slot: Tensor) -> None:
-        """Moves the averages into a flat slot."""
         _, offsets = state_layout(self._named)
         placed = [
             view_like(slot, offset, parameter, master_dtype(parameter.dtype))

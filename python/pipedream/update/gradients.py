@@ -186,7 +186,6 @@ class StageGradients:
         is_over: whether the whole run ends, not only a segment."""
 
     def take_overflow(self) -> bool:
-        """Returns whether an update was skipped since the last call."""
         overflowed, self._overflowed = self._overflowed, False
         return overflowed
 

@@ -90,7 +90,6 @@ class LossScaling:
             self._heard = False
 
     def note_told(self, minibatch: int) -> None:
-        """Notes that the activation of this minibatch has reported an overflow."""
         if self._exchanges:
             self._told.add(minibatch // self._minibatches_per_scale)
 

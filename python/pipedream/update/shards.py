@@ -287,7 +287,6 @@ def whole_piece(index: int, parameter: Tensor) -> Piece:
 
 
 def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
-    """Returns whole parameters as pieces. The pieces lie in no chunk."""
     return [whole_piece(index, parameter) for index, parameter in enumerate(parameters)]
 
 

@@ -490,7 +490,6 @@ def _take_rates_of(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the group's options, without its parameters and their names."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 

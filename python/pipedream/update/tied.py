@@ -224,12 +224,10 @@ class TiedParameters:
                 group.gradient_slot = slot
 
     def separate_gradients(self) -> None:
-        """Gives each gradient so far its own memory."""
         for group in self._groups.values():
             group.versions.separate_gradients(group.gradient_slot)
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the gradients of the round so far."""
         if self._owned is None:
             return
         self._owned.versions.scale_gradients(self._owned.gradient_slot, factor)

@@ -37,7 +37,6 @@ class ScriptState:
     """Hooks that torch calls for all modules: {name of torch's table: {key: hook}}."""
 
     def apply(self) -> None:
-        """Sets the script's values in a worker."""
         for module_name, values in self.names.items():
             try:
                 module = importlib.import_module(module_name)

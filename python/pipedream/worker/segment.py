@@ -285,7 +285,6 @@ def _draws_of(run: AgreedRun, rehearsed: Rehearsed, device: torch.device) -> Key
 
 
 def _backward_seeds(run: AgreedRun, rehearsed: Rehearsed) -> dict[int, int]:
-    """Returns, by stage, the seeds of the stages whose backward draws random numbers."""
     footprints = rehearsed.footprints if run.plan.workers_used > 1 else {}
     return {
         stage: backward_seed(run.base_seed, stage)

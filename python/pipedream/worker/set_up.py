@@ -325,7 +325,6 @@ def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
 def _rehearse(
     run: AgreedRun, core: _core.Worker | None, device: torch.device, first: _FirstMicrobatch
 ) -> Rehearsed:
-    """Runs this worker's stages on the first microbatch, and returns their boundaries and footprints."""
     options = run.options
     handover = _handover(run, core, in_microbatches=first.in_microbatches)
     rehearsal = Rehearsal(

@@ -192,7 +192,6 @@ class StagePool:
         return found if options.checkpoints is None else replace(found, copy=self._copy_bytes(stage, found))
 
     def _copy_bytes(self, stage: StageModule, figures: StageBytes) -> int:
-        """Returns the bytes of the stage that a checkpoint copies."""
         schedule, index = self.run.schedule(), stage.stage_index
         # Without stashing, a checkpoint also has copies of the older versions that the first microbatches
         # after the boundary read.
@@ -267,7 +266,6 @@ class StagePool:
                 self._core.add_term(name, *term[1:], is_posted_into=name in posted)
 
     def _prepare(self, stage: StageModule, group: ReplicaGroup | None) -> PreparedStage:
-        """Puts the stage's weights and its optimizer's state into the pool."""
         index, schedule = stage.stage_index, self.run.schedule()
 
         def slots(term: str, num_slots: int) -> list[Tensor]:
@@ -412,7 +410,6 @@ class StagePool:
         return frozenset(edge.from_replica for edge in edges if edge is not None)
 
     def _layers_of(self, stage: int, weights: Sequence[FactorLayer]) -> dict[str, list[nn.Linear]]:
-        """Returns, by name of the weight, the layers that use the weight."""
         found = factorable(self.run.stages[stage], self.run.stages[stage].trainable_parameters())
         return {weight.name: found[weight.name] for weight in weights}
 
@@ -479,7 +476,6 @@ def hold_slots(core: _core.Worker, name: str, stage_index: int, num_slots: int) 
 
 
 def version_term(stage_index: int) -> str:
-    """Returns the name of the pool's term for the stage's own weight versions."""
     return stage_term(WEIGHT_VERSIONS, stage_index)
 
 

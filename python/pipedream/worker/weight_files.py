@@ -270,7 +270,6 @@ def finish_weights(plan: Plan, folder: Path) -> None:
 
 
 def drop_weights(plan: Plan, folder: Path) -> None:
-    """Removes the files that are not finished."""
     for path in _unfinished(plan, folder):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)

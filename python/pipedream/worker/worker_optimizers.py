@@ -95,7 +95,6 @@ class WorkerOptimizers:
         self._learn_layouts_of_owners()
 
     def _used_parameters(self, stage: int) -> dict[int, NamedParameters]:
-        """Returns, by owner, the tied parameters that the stage uses and another stage owns."""
         return {
             owner: split_tied(self._run.stages[stage], [tie.parameter for tie in ties])[1]
             for owner, ties in ties_by_owner(stage, self._run.ties).items()
