@@ -424,8 +424,7 @@ def libraries() -> Libraries:
 
 
 def _edited_in_place(folders: list[str]) -> Iterator[Path]:
-    """Yields the folders of editable installations. direct_url.json of a distribution and .pth files name
-    them."""
+    """Yields the folders of editable installations, which direct_url.json files and .pth files name."""
     for found in importlib.metadata.distributions(path=folders):
         with contextlib.suppress(Exception):  # these files come from other tools, and may be wrong
             origin = json.loads(found.read_text("direct_url.json") or "{}")

@@ -126,8 +126,8 @@ class StageZeroGate:
         self._group, self.events = group, 0
         if is_first:
             return self._begin_run(group)
-        # If the last group is short, a replica without microbatches in it would not learn of a stop before
-        # it.
+        # A run is not stopped before a short last group: a replica without microbatches in that group would
+        # not learn of the stop.
         is_whole = self._source.num_minibatches >= group + self._group_size
         if self._group_size > 1 and is_whole and self._stops_before(group):
             return self._end(group, STOP | self._saved_at_stop())
@@ -190,7 +190,8 @@ class StageZeroGate:
 
     def _end(self, num_minibatches: int, events: int) -> bool:
         self.end = (num_minibatches, events)
-        is_over = events & STOP or self._source.larger is None  # the run is over, not only this segment
+        # Whether the run is over, and not only this segment.
+        is_over = events & STOP or self._source.larger is None
         if is_over and self._asking is not None:
             self._asking.finish(num_minibatches, self._source)
         return False
