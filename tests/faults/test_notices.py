@@ -12,12 +12,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 from farm import Farm
 from mishaps import NUM_MINIBATCHES, minibatches, model_with, run, wait_for_file
-from pipedream import Checkpoints
+from pipedream import Checkpoints, PeerLost
 from pipedream.checkpoint.checkpoint_folder import checkpoints_in, folder_of, is_complete, minibatch_of
 from pipedream.planning.plan import Plan, Stage
 from pipedream.worker import notices
@@ -170,3 +172,33 @@ def test_ranks_of_torchrun_save_before_sigterm_ends_them(farm: Farm, tmp_path: P
     outcomes = farm.run(_run_rank, tmp_path / "C", num_ranks=2)
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGTERM] * 2
     assert is_complete(folder_of(tmp_path / "C", _AT + 1))
+
+
+class _NotifiesTheOther:
+    """Data at rank 0 send SIGTERM to rank 1, which has read its own and waits for rank 0."""
+
+    def __init__(self, note: Path) -> None:
+        self._note = note
+
+    def __iter__(self) -> Iterator[Any]:
+        if os.environ["RANK"] == "1":
+            self._note.with_suffix(".new").write_text(str(os.getpid()), encoding="utf-8")
+            self._note.with_suffix(".new").rename(self._note)
+        else:
+            wait_for_file(self._note)
+            process = psutil.Process(int(self._note.read_text(encoding="utf-8")))
+            process.terminate()
+            process.wait(60.0)
+        yield from minibatches()
+
+
+def _run_notified(path: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    data = _NotifiesTheOther(path / "note")
+    run(model_with(None, stages=2), data=data, checkpoints=_checkpoints(path / "C", grace=600.0))
+
+
+def test_sigterm_ends_a_rank_at_once_that_has_not_begun_to_train(farm: Farm, tmp_path: Path) -> None:
+    outcomes = farm.run(_run_notified, tmp_path, num_ranks=2)
+    assert outcomes[1].exit_code == -signal.SIGTERM
+    assert isinstance(outcomes[0].error, PeerLost), outcomes[0]

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -424,10 +425,16 @@ def _run_this_rank(
     with this_rank(prefix) as place, generators_kept(), contextlib.ExitStack() as around:
         order = stop_order(options, place.rendezvous, place.rank)
         noticed = noticed_checkpoints(options)
-        around.enter_context(notices_save(noticed, has_begun=lambda: True))
+        begun = threading.Event()
+        around.enter_context(notices_save(noticed, has_begun=begun.is_set))
         place_to_stop = replace(place, stop_order=order)
         result = run_worker(
-            place_to_stop, options, model, data, steering=steering if place.rank == 0 else None
+            place_to_stop,
+            options,
+            model,
+            data,
+            steering=steering if place.rank == 0 else None,
+            note_begin=begun.set,
         )
         result.is_interrupted = order is not None and order.is_asked
         return result

@@ -78,17 +78,19 @@ def run_worker(
     *,
     steering: Steering | None = None,
     note_error: Callable[[Exception], None] = lambda error: None,
+    note_begin: Callable[[], None] = lambda: None,
 ) -> RunResult:
     """Runs this rank's part of the run. Returns the result of the whole run at every rank. Only rank 0's
     result has the figures of the trace.
 
     steering: calls the callbacks, at rank 0 of torchrun.
+    note_begin: called when the training begins.
     note_error: called with the error if the run fails.
 
     Afterwards `model` has trained weights and buffers: at rank 0 those of all stages, and at the other ranks
     as options.output.gather says. Before a failure is raised here, it is reported to the other workers and to
     note_error. A local worker then also writes its trained weights for the caller."""
-    worker = _Worker(place, steering)
+    worker = _Worker(place, steering, note_begin)
     with afterwards(worker.close):
         try:
             with position_kept(worker.losses, worker.minibatch):
@@ -104,7 +106,8 @@ def run_worker(
 class _Worker:
     """The phases of a worker, in the order of the module's docstring."""
 
-    def __init__(self, place: WorkerPlace, steering: Steering | None) -> None:
+    def __init__(self, place: WorkerPlace, steering: Steering | None, note_begin: Callable[[], None]) -> None:
+        self._note_begin = note_begin
         self.links = WorkerLinks(place.rendezvous)
         self._steering = steering
         self._place = place
@@ -225,6 +228,7 @@ class _Worker:
         drained_at: list[int] = []
         self._segment = segment = self._open(run, device, rehearsed, source)
         go_to_position(run, source)
+        self._note_begin()
         while True:
             reports.append(segment.train(self._checkpointing))
             if self._checkpointing is not None:
