@@ -1,7 +1,7 @@
 """Small deterministic models with data and loss, for tests that compare two ways of training.
 
-All are lists of layers; twins.py has modules with a forward of their own. Worker processes import this
-module, so every class and loss is a module-level name. Each case says where its model is cut into 1 to 4
+All of them are lists of layers; twins.py has modules with a forward of their own. Worker processes import
+this module, so every class and loss is a module-level name. Each case says where its model is cut into 1 to 4
 stages.
 """
 
@@ -27,7 +27,7 @@ Batch = tuple[Any, Any]
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, (batch, sequence, width) -> the same."""
+    """Pre-norm attention and MLP. Input and output have the shape (batch, sequence, width)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class TiedHead(nn.Module):
 
 
 class TokenConv(nn.Module):
-    """A convolution along the sequence, (batch, sequence, width) -> the same."""
+    """A convolution along the sequence. Input and output have the shape (batch, sequence, width)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class TokenConv(nn.Module):
 
 
 class Pack(nn.Module):
-    """Packs an LSTM's (outputs, (h, c)) into a nested dict with one tensor twice and a number."""
+    """Packs an LSTM's (outputs, (h, c)) into a nested dict, which has one tensor twice and a number."""
 
     def forward(self, value: Any) -> dict[str, Any]:
         outputs, (hidden, cell) = value
@@ -241,7 +241,9 @@ def _normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torc
 
 @dataclass(frozen=True)
 class Case:
-    """One model with its data and loss. `cuts[S]` are the first layers of stages 1 .. S-1 of S stages."""
+    """One model with its data and loss. `cuts[S]` lists the first layers of all stages but stage 0 if there
+    are S stages.
+    """
 
     name: str
     make_model: Callable[[], nn.Sequential]
@@ -252,17 +254,17 @@ class Case:
     """Whether the forward draws random numbers."""
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-        """Makes the model, with the same weights at every call. Leaves the global generator as it is."""
+        """Makes the model, with the same weights at every call. Does not change the global generator."""
         with torch.random.fork_rng(devices=[]):
-            # Does what torch.manual_seed does on the CPU. That also asks for devices, which takes longer than
-            # making the model.
+            # Does what torch.manual_seed does on the CPU. torch.manual_seed also looks for devices, which
+            # takes longer than making the model.
             torch.default_generator.manual_seed(2024)
             return self.make_model().to(dtype)
 
     def data(
         self, num_minibatches: int, dtype: torch.dtype = torch.float64, *, short_last: bool = False
     ) -> list[Batch]:
-        """Returns the same minibatches at every call. short_last: halves the last one."""
+        """Returns the same minibatches at every call. With short_last the last one has half the size."""
         generator = torch.Generator().manual_seed(7)
         sizes = [BATCH] * num_minibatches
         if short_last:
@@ -289,12 +291,13 @@ CASES = {
     case.name: case
     for case in (
         Case("mlp", _mlp, _vectors, squared_error, {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 4)}),
-        # Each cut but one leaves an in-place ReLU as the first layer of a stage.
+        # After each cut but one the stage begins with an in-place ReLU.
         Case("cnn", _cnn, _images, cross_entropy, {1: (), 2: (5,), 3: (2, 5), 4: (2, 3, 5)}),
         Case("transformer", _transformer, _texts, cross_entropy, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)}),
-        # The embedding and its head stay in one stage.
+        # The embedding and its head are always in one stage.
         Case("tied", _tied, _texts, cross_entropy, {1: (), 2: (3,), 3: (3, 4), 4: (3, 4, 5)}),
-        # The embedding is in the first stage, its head in the last. With 4 stages the last has only the head.
+        # The embedding is in the first stage and its head in the last one. With 4 stages the last stage has
+        # only the head.
         Case("tied_apart", _tied_apart, _texts, cross_entropy, {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 4)}),
         Case("lstm", _lstm, _next_words, cross_entropy, {1: (), 2: (3,), 3: (2, 3), 4: (1, 2, 3)}),
         Case("dropout", _dropout, _vectors, squared_error, {1: (), 2: (3,), 3: (2, 4), 4: (1, 2, 4)}, True),
@@ -308,7 +311,7 @@ LARGE_CASES = {
     for case in (
         # Few parameters and large activations: 98,304 elements, enough to use shared memory with every codec.
         Case("wide", _wide, _images, cross_entropy, {1: (), 2: (4,), 3: (2, 4)}),
-        # Large fully connected layers. In the last layer the factors are larger than the gradient.
+        # Has large fully connected layers. The factors of the last layer are larger than its gradient.
         Case("connected", _connected, _images, cross_entropy, {1: (), 2: (4,)}),
         Case("words", _words, _texts, cross_entropy, {1: (), 2: (2,)}),
     )

@@ -65,7 +65,9 @@ def needed(name: str) -> Network:
 def make_torchvision_importable() -> bool:
     """Makes sure that libraries can import torchvision, even one that was compiled for another torch.
 
-    Returns whether it can be imported without help. Only then can workers import it that import no test."""
+    Returns whether torchvision can be imported without help. Otherwise workers can import it only if they
+    import tests.
+    """
     examples = str(Path(__file__).resolve().parents[2] / "examples")
     if examples not in sys.path:
         sys.path.append(examples)
@@ -128,7 +130,7 @@ def _language_model(kind: str, config: str, **options: Any) -> Network:
 
 
 def _adapted(*, tied: bool = False, **how: Any) -> Network:
-    """A llama whose only trained parameters are peft's adapters."""
+    """Returns a llama whose only trained parameters are peft's adapters."""
     options = _TOKENS | _GROUPED | {"tie_word_embeddings": tied}
 
     def make(draws: bool) -> Made:
@@ -137,7 +139,7 @@ def _adapted(*, tied: bool = False, **how: Any) -> Network:
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=2,
-            init_lora_weights=False,  # otherwise half of the weights have zero gradients at first
+            init_lora_weights=False,  # with peft's initial weights half of the gradients would be zero
             lora_dropout=0.1 * draws,
             **{"target_modules": ["q_proj", "v_proj", "down_proj"]} | how,
         )
@@ -171,7 +173,9 @@ def _seed_by_inputs(module: nn.Module, args: Any, keywords: dict[str, Any]) -> N
 
 
 def _cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
-    """The loss of the scores, and of auxiliary scores, which some models return in training."""
+    """Returns the loss of the scores. Some models also return auxiliary scores in training, which are
+    added.
+    """
     if isinstance(outputs, tuple):
         parts = [_cross_entropy(scores, targets) for scores in outputs if scores is not None]
         return parts[0] + 0.4 * sum(parts[1:], torch.zeros(()))
@@ -197,7 +201,8 @@ def _named(name: str, size: int = 32, **options: Any) -> Network:
 
 def _inception(models: Any) -> nn.Module:
     model: Any = models.inception_v3(num_classes=4, aux_logits=True, init_weights=False)
-    model.AuxLogits.conv1 = type(model.AuxLogits.conv1)(128, 768, kernel_size=1)  # for less than 299 pixels
+    # Fits images of fewer than 299 pixels.
+    model.AuxLogits.conv1 = type(model.AuxLogits.conv1)(128, 768, kernel_size=1)
     made: nn.Module = model
     return made
 
@@ -210,7 +215,7 @@ def _convnext(models: Any) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """A UNet: the way up reads each level again, so a cut carries all levels that are still to be read."""
+    """A UNet. The way up reads each level again, so a cut carries all levels that are still to be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +319,7 @@ NETWORKS: dict[str, Network] = {
     "vision_transformer": _vision(lambda m: m.VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=4), 16),
     "vgg": _named("vgg11_bn"),
     "unet": Network("", _unet),
-    # Networks of families that were not looked at when cutting was developed.
+    # Nobody looked at these networks when cutting was developed.
     "gpt_neox": _language_model("GPTNeoXForCausalLM", "GPTNeoXConfig", max_position_embeddings=16, **_SMALL),
     "mixer": Network("timm", _mixer),
 }

@@ -1,4 +1,4 @@
-"""pipedream checkpoint show | export, by main() in this process."""
+"""Tests pipedream checkpoint show | export, by main() in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _make_model() -> nn.Sequential:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a whole checkpoint, a damaged one, and one that is not complete."""
+    """Returns a folder with a whole checkpoint, a damaged one, and one that is not complete."""
     path = tmp_path / "C"
     write_checkpoint(path, _make_model(), PLAN, 6)
     damaged = write_checkpoint(path, _make_model(), PLAN, 12)

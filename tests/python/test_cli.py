@@ -1,4 +1,4 @@
-"""The command line. Most tests call main() in this process; a few start a real one."""
+"""Tests the command line. Most tests call main() in this process, and a few start the real command."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Channel(NamedTuple):
 
 
 class Outcome:
-    """The exit status and the output of one call of main()."""
+    """The exit status and the output of a call of main()."""
 
     def __init__(self, status: int, stdout: str, stderr: str) -> None:
         self.status, self.stdout, self.stderr = status, stdout, stderr
@@ -84,8 +84,9 @@ class Caller:
 def call(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Caller]:
-    """Calls main() in a folder with a profile, a plan and a target. Removes the target's module
-    afterwards."""
+    """Calls main() in a folder with a profile, a plan and a target. Afterwards the target's module is
+    removed.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delenv("RANK", raising=False)
@@ -99,8 +100,7 @@ def call(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Replaces the profiler and run(), which need torch, and records the arguments that a command gives
-    them."""
+    """Replaces the profiler and run(), which need torch. Records the arguments that a command gives them."""
     noted: dict[str, Any] = {}
 
     def profile(model: Any, batches: Any, loss_fn: Any, **options: Any) -> Profile:
@@ -247,7 +247,7 @@ def test_simulate_takes_measured_links_in_place_of_a_bandwidth(call: Caller) -> 
     measured = json.loads(call(*arguments, "--links", "links.json").stdout)
     alike = json.loads(call(*arguments, "--bandwidth", "8Mbit/s").stdout)
     assert measured["boundaries"] == alike["boundaries"]
-    assert measured["ms_per_minibatch"] > alike["ms_per_minibatch"]  # by the links' latency
+    assert measured["ms_per_minibatch"] > alike["ms_per_minibatch"]  # the measured links add their latency
     outcome = call(*arguments, "--links", "links.json", "--bandwidth", "8Mbit/s")
     assert outcome.error() == "give --bandwidth, for example 10Gbit/s, or --links FILE: one of them"
 
@@ -487,7 +487,7 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
 
 
 def job_file(more: str) -> str:
-    """Writes a target whose job has further values, given as source text. Returns its name."""
+    """Writes a target whose job has further values, given as source text. Returns the target's name."""
     Path("cli_target.py").write_text(
         f"def make():\n    return dict(model='m', data=[1, 2], loss_fn=len, optimizer=list, {more})\n"
     )
@@ -776,7 +776,7 @@ def test_other_ranks_than_the_first_print_nothing(
 def test_failure_of_a_run_is_one_line_with_its_status(
     call: Caller, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, line: str
 ) -> None:
-    # The mock raises outside user code, as run() does, so the error names no line of it.
+    # The mock raises outside user code, so the error names no line of user code.
     monkeypatch.setattr(runner, "run", functools.wraps(runner.run)(Mock(side_effect=error)))
     outcome = call("run", "cli_target.py:make", "--plan", "plan.json", "--json")
     assert (outcome.status, outcome.stdout) == (status, "")
@@ -996,7 +996,7 @@ def test_trace_text_of_a_straight_schedule_is_a_program_that_runs(call: Caller, 
     assert again.partition("\n")[2] == outcome.stdout.partition("\n")[2]
     fields = json.loads(call("trace", "--program", "mine.txt", "--minibatches", "5", "--json").stdout)
     of_name = json.loads(call("trace", *chosen, "--minibatches", "5", "--json").stdout)
-    named = ("schedule", "in_flight", "notes")  # a program's in_flight is what the lists come to
+    named = ("schedule", "in_flight", "notes")  # a program's in_flight is derived from its lists
     assert {name: value for name, value in fields.items() if name not in named} == {
         name: value for name, value in of_name.items() if name not in named
     }
@@ -1036,7 +1036,8 @@ def test_trace_notes_a_backward_that_reads_another_version_than_its_forward(call
         " minibatch 0, with its update, into the warm-up"
     )
     assert json.loads(call("trace", "--program", "mine.txt", "--json").stdout)["notes"] == [note]
-    named = call("trace", "--schedule", "unstashed", "--stages", "2", "--json")  # where it is meant so
+    # This schedule reads other versions on purpose.
+    named = call("trace", "--schedule", "unstashed", "--stages", "2", "--json")
     assert json.loads(named.stdout)["notes"] == []
 
 
@@ -1066,14 +1067,15 @@ def test_a_body_of_several_minibatches_has_the_mean_time_of_all(call: Caller) ->
             lines += [f"UPDATE stage {stage} minibatch {i} writes version {i + 1}"]
     Path("fives.txt").write_text("\n".join(lines))
     fields = json.loads(call("trace", "--program", "fives.txt", "--times", "1,2", "--json").stdout)
-    # 5 forwards and backwards, a forward and a backward of the other stage: 5 (1 + 2) + 1 + 2
+    # A repetition has 5 forwards and backwards, and a forward and a backward of the other stage: 5 (1 + 2) +
+    # 1 + 2 ms.
     assert fields["ms_per_minibatch"] == pytest.approx(18 / 5)
 
 
 def test_trace_shows_lists_in_another_order_than_the_schedules_own(call: Caller) -> None:
     text = call("trace", "--schedule", "gpipe", "--stages", "2", "--minibatches", "1", "--text").stdout
     lines = text.splitlines()
-    second = lines.index("worker 1") + 3  # RECV FORWARD, then RECV FORWARD and BACKWARD SEND
+    second = lines.index("worker 1") + 3  # the lines after the first RECV and FORWARD
     lines[second : second + 4] = lines[second + 2 : second + 4] + lines[second : second + 2]
     Path("lists").write_text("\n".join(lines))
     fields = json.loads(call("trace", "--schedule", "gpipe", "--program", "lists", "--json").stdout)
@@ -1123,8 +1125,9 @@ def test_trace_json_has_the_figures_and_every_instruction_with_its_time(call: Ca
     assert (outcome.status, outcome.stderr) == (0, "")
     fields = json.loads(outcome.stdout)
     programs = fields.pop("programs")
-    # Stage 1 begins at 11 and has 3 * 30 ms of work. With two in flight, the third forward at stage 0 waits
-    # for the first gradient, so stage 1 waits 2 ms once. Stage 0's last backward ends 21 ms after its.
+    # Stage 1 begins at 11 ms and has 3 * 30 ms of work. With two microbatches in flight, the third forward at
+    # stage 0 waits for the first gradient, so stage 1 waits 2 ms once. The last backward of stage 0 ends 21
+    # ms after that of stage 1.
     minibatch_ms = 11 + 90 + 2 + 21 + 5
     first_replicas = {"from_replica": 0, "to_replica": 0}
     assert fields == {
@@ -1290,7 +1293,7 @@ def test_mistake_in_trace_is_one_line_and_status_2(call: Caller, arguments: list
     outcome = call("trace", *arguments)
     assert outcome.status == 2
     assert message in outcome.error()
-    assert "<string>" not in outcome.error()  # where a dataclass of ours has its __init__
+    assert "<string>" not in outcome.error()  # the file name in the frame of a dataclass's __init__
 
 
 def test_trace_shows_the_replicas_of_a_plan(call: Caller) -> None:

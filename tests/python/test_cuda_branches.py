@@ -1,6 +1,7 @@
 """Tests the branches that ask torch.cuda, on a stand-in for its functions (tests/cuda_double.py). Without a
-GPU no other test reaches these branches. Not tested are branches for tensors on a device: the native
-optimizers' launch, the asynchronous server's stream, the meter of links, and residuals of codecs."""
+GPU no other test reaches these branches. Four parts are not tested: the native optimizers' launch, the
+asynchronous server's stream, the meter of links, and residuals of codecs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_a_copy_out_comes_after_what_was_computed_and_the_next_computation_after
     out = copies.out(torch.ones(3), home := torch.zeros(3), read_before)
     stream, before = cuda.copies[0]
     assert before >= {"forward", "home was read"} and stream is not CudaDouble.compute
-    assert ("copy", 0) not in CudaDouble.compute.done  # which goes on beside it
+    assert ("copy", 0) not in CudaDouble.compute.done  # the compute stream does not wait for the copy
     copies.wait(out, None)
     assert ("copy", 0) in CudaDouble.compute.done and torch.equal(home, torch.ones(3))
 

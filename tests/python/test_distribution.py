@@ -1,4 +1,6 @@
-"""The source distribution builds a wheel, and the wheel works in an environment without this tree."""
+"""Tests that the source distribution builds a wheel, and that the wheel works in an environment without this
+tree.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 _TOP = Path(__file__).parents[2]
-# The directory in which setup.py builds the core.
+# This is the directory in which setup.py builds the core.
 _CMAKE_DIR = _TOP / "build" / "python" / f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
 
 _LAYER = {"forward_ms": 10.0, "backward_ms": 20.0, "activation_bytes": 4096, "parameter_bytes": 1 << 30}
@@ -27,7 +29,7 @@ _PROFILE = {
     "layers": [{"name": "a", **_LAYER}, {"name": "b", **_LAYER, "activation_bytes": 0}],
 }
 
-# CMake calls this script instead of the compiler. It copies object files that this tree's build has, so that
+# CMake calls this script in place of the compiler. The script copies object files from this tree's build. So
 # building a wheel takes only a configuration and a link.
 _LAUNCHER = """#!/bin/sh
 for argument; do
@@ -59,7 +61,7 @@ def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
-    # A new --egg-base: an old pipedream.egg-info in this tree would add the files that it lists.
+    # Without --egg-base an old pipedream.egg-info in this tree would add the files that it lists.
     command = ("egg_info", "--egg-base", folder, "sdist", "--dist-dir", folder)
     _run(sys.executable, "setup.py", "-q", *command, cwd=_TOP)
     (archive,) = folder.glob("*.tar.gz")
@@ -67,8 +69,9 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _compiled_files() -> Iterator[str]:
-    """Yields the files of this tree that were read when the core was compiled, by ninja's log of
-    dependencies."""
+    """Yields the files of this tree that were read when the core was compiled. ninja's log of dependencies
+    names them.
+    """
     ninja = Path(sys.executable).parent / "ninja"
     reads = False
     for line in _run(ninja, "-C", _CMAKE_DIR, "-t", "deps", cwd=_TOP).splitlines():
@@ -100,7 +103,7 @@ def test_a_wheel_of_the_source_distribution_works_in_a_clean_environment(sdist: 
     _run(
         *(sys.executable, "-m", "pip", "wheel", *offline, "--no-build-isolation", sdist),
         cwd=tmp_path,
-        PIPEDREAM_CUDA="off",  # to look for a compiler would take longer than all the rest
+        PIPEDREAM_CUDA="off",  # looking for a CUDA compiler would take longer than the whole build
         PIPEDREAM_OBJECTS=str(_CMAKE_DIR),
         PIPEDREAM_BUILD_TESTS="OFF",
         CMAKE_ARGS=f"-DCMAKE_CXX_COMPILER_LAUNCHER={launcher} -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON",
@@ -113,7 +116,7 @@ def test_a_wheel_of_the_source_distribution_works_in_a_clean_environment(sdist: 
     install = (sys.executable, "-m", "pip", "--python", python, "install", "--no-compile", *offline, wheel)
     _run(*install, cwd=tmp_path)
     site = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    # Adds this environment's packages for the dependencies: they come after the venv's own packages, and
+    # Adds this environment's packages, for the dependencies. They come after the venv's own packages, and
     # their .pth files are not read.
     Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 

@@ -1,5 +1,6 @@
-"""Tests the documents, and the reference that Sphinx makes from the docstrings. Tests that need Sphinx are
-skipped if it is not installed."""
+"""Tests the documents, and the reference that Sphinx makes from the docstrings. Without Sphinx, tests that
+need it are skipped.
+"""
 
 from __future__ import annotations
 

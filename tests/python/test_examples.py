@@ -1,5 +1,6 @@
-"""The examples that need libraries train, started as a user starts them, with small models. If a library is
-not installed, the example's error is tested instead."""
+"""Tests the examples that need libraries: started as a user starts them, with small models, they train. If a
+library is not installed, the example's error is tested instead.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ def _needs(*libraries: str) -> pytest.MarkDecorator:
 
 
 def _run(folder: Path, name: str, *arguments: str, said: str = "2 stages on 2 workers") -> str:
-    """Runs an example. said: text that it must print; the planner may leave a worker out for a small
-    model."""
+    """Runs an example, which must print the text `said`. For a small model the planner may leave a worker
+    out.
+    """
     command = [sys.executable, str(_EXAMPLES / name), *arguments, "--output-dir", str(folder)]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -83,12 +85,12 @@ def test_a_missing_library_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, example: str, library: str
 ) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, library, None)  # an import then fails as if it were not installed
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torchvision" else find_spec(name)
     )
-    # This module would remember that there is no torchvision. monkeypatch removes it afterwards, so that
-    # later tests import it anew.
+    # The example's module would remember that there is no torchvision. monkeypatch removes the module
+    # afterwards, so that later tests import it anew.
     monkeypatch.setitem(sys.modules, "torchvision_import", ModuleType("torchvision_import"))
     monkeypatch.syspath_prepend(str(_EXAMPLES))
     monkeypatch.chdir(tmp_path)

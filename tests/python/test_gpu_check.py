@@ -1,5 +1,6 @@
-"""Tests tools/gpu_check.py: the steps that it would run, and its report about steps that fail, hang or are
-left out for lack of time."""
+"""Tests tools/gpu_check.py: the steps that it would run, and its report. Steps may fail, hang, or be left out
+for lack of time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def _load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("gpu_check", _ROOT / "tools" / "gpu_check.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
+    sys.modules[spec.name] = module  # dataclasses look for their module there
     spec.loader.exec_module(module)
     return module
 
@@ -61,7 +62,7 @@ def test_a_failure_stops_only_what_needs_it(tmp_path: Path) -> None:
 
 def test_a_step_that_hangs_ends_with_its_children_at_its_limit(tmp_path: Path) -> None:
     group = gpu_check.Group(tmp_path / "log", 60.0)
-    # The child keeps the pipe open: reading the whole output would wait for it.
+    # The child keeps the pipe open. A read of the whole output would wait for the child.
     code = (
         "import subprocess, sys; print('began', flush=True);"
         "subprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)'])"

@@ -1,5 +1,6 @@
-"""The order of folders in Python and C++: a folder imports only itself and folders before it in the list, and
-planning imports no torch. CONTRIBUTING.md explains the order."""
+"""Tests the order of folders in Python and C++. A folder imports only itself and folders before it in the
+list, and planning imports no torch. CONTRIBUTING.md explains the order.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +58,9 @@ _ON_TOP = {"__init__", "__main__", "_core", *_COMMANDS}
 
 
 def _imports(path: Path, *, of_annotations: bool = True) -> Iterator[str]:
-    """Yields the package's modules that a module imports, such as "stage.weights". of_annotations: also those
-    under `if TYPE_CHECKING`."""
+    """Yields the package's modules that a module imports, such as "stage.weights". With of_annotations it
+    also yields those under `if TYPE_CHECKING`.
+    """
     tree = ast.parse(path.read_text())
     if not of_annotations:
         tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
@@ -80,7 +82,7 @@ def _imports(path: Path, *, of_annotations: bool = True) -> Iterator[str]:
 
 
 def _modules() -> dict[str, Path]:
-    """Returns {module, such as "stage.weights": its file} for all folders."""
+    """Returns a dict from each module of all folders, such as "stage.weights", to its file."""
     return {
         f"{folder}.{path.stem}": path
         for folder in PYTHON_FOLDERS
@@ -187,8 +189,9 @@ def test_planning_needs_no_torch() -> None:
 
 
 def _texts_that_choose(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields (line, text) of texts by which code chooses: in comparisons, in `case`, and as keys of a dict in
-    which something is looked up."""
+    """Yields (line, text) of each text by which code chooses: in a comparison, in `case`, or as a key of a
+    dict that is looked up.
+    """
     for node in ast.walk(tree):
         chosen: list[ast.AST] = []
         if isinstance(node, ast.Compare):
@@ -234,7 +237,7 @@ def test_no_source_but_the_executors_chooses_by_an_opcodes_name() -> None:
     table = _CORE / "schedule" / "opcode.h"
     names = set(re.findall(r'\.name = "(\w+)"', table.read_text()))
     assert {"FORWARD", "BACKWARD", "UPDATE", "EVALUATE", "SEND", "RECV"} <= names
-    names -= {"SEND", "RECV"}  # the two ends of an edge
+    names -= {"SEND", "RECV"}  # these also name the two ends of an edge
     # stage_loop executes instructions. measured_costs measures forwards, backwards and updates.
     may_choose = {"stage.stage_loop", "launch.measured_costs"}
     asking = []

@@ -1,4 +1,4 @@
-"""ItemFields, which an item carries beside its tensors, has the members of the core's struct."""
+"""Tests that ItemFields, which an item carries besides its tensors, has the members of the core's struct."""
 
 from __future__ import annotations
 

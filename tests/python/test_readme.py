@@ -1,5 +1,6 @@
-"""The code in README, in the documents and in the package's docstring runs as it is shown. Nothing is
-trained: a run stops where it would start its processes."""
+"""Tests that the code in README, in the documents and in the package's docstring runs as it is shown. Nothing
+is trained, because a run stops where it would start its processes.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ def _block_with(text: str, page: str) -> str:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Any, Any]]]:
-    """Collects (model, job options) of each run() instead of running it. The working folder is a new one, and
-    profiling times one minibatch."""
+    """Collects the (model, job options) of each run() instead of running it. The working folder is a new one,
+    and profiling times one minibatch.
+    """
     started: list[tuple[Any, Any]] = []
 
     def run_locally(model: Any, data: Any, options: Any, *_: Any) -> RunResult:
@@ -66,7 +68,8 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple
 
     measure = profiler.profile
     monkeypatch.setattr(runner, "run_locally", run_locally)
-    # The package first: it loads its attribute from the module, which must still have the real function then.
+    # The package must be patched first. It loads its attribute from the module, which must still have the
+    # real function then.
     monkeypatch.setattr(pipedream, "profile", profile)
     monkeypatch.setattr(profiler, "profile", profile)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -270,7 +273,7 @@ def test_the_front_pages_figures_are_on_record_and_their_commands_are_there() ->
 
 
 def _anchor(heading: str) -> str:
-    """A heading's anchor, as GitHub and MyST make it."""
+    """Returns a heading's anchor, as GitHub and MyST make it."""
     return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
 
 
@@ -298,7 +301,7 @@ def test_the_front_page_stays_short() -> None:
 def test_the_messages_of_the_troubleshooting_page_are_messages_of_the_package() -> None:
     paths = [*sorted((ROOT / "python").rglob("*.py")), ROOT / "csrc" / "schedule" / "exclusions.cc"]
     sources = (path.read_text(encoding="utf-8") for path in paths)
-    said = re.sub(r"\"\s*f?\"", "", "\n".join(sources))  # literals that follow each other are one text
+    said = re.sub(r"\"\s*f?\"", "", "\n".join(sources))  # joins literals that follow each other
     messages = re.findall(r"^\| `([^`]+)`", _page("docs/troubleshooting.md"), flags=re.MULTILINE)
     assert len(messages) > 15
     for message in messages:

@@ -1,4 +1,4 @@
-"""The study's simulator (bench/study) gives the numbers of the reference."""
+"""Tests that the study's simulator (bench/study) gives the numbers of the reference."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _batches(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _tolerance(optimizer: str) -> float:
-    # Muon computes matrix products in bfloat16. Their rounding depends on the order of the additions.
+    # Muon computes matrix products in bfloat16, whose rounding depends on the order of the additions.
     return 1e-4 if optimizer == "Muon" else 1e-8
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 _TOP = Path(__file__).parents[2]
-_FUNCTION_LINES_MAX = 70  # a screen; without docstring and signature
+_FUNCTION_LINES_MAX = 70  # as many as fit on a screen; docstring and signature do not count
 _CPP_SUFFIXES = {".h", ".cc", ".cu"}
 _NAMES_THAT_SAY_NOTHING = r"n|idx|tmp|foo|bar|(?:data|buf|buffer|value|tensor|result|thing)\d"
 
 
 def _files(*folders: str) -> Iterator[Path]:
-    """Yields the files that git tracks in these folders; without git, all files."""
+    """Yields the files that git tracks in these folders, or all files if there is no git."""
     command = ["git", "ls-files", "--", *folders]
     listed = subprocess.run(command, cwd=_TOP, capture_output=True, text=True, check=False)
     if listed.returncode == 0:
@@ -55,7 +55,7 @@ def _place(path: Path, line: int) -> str:
 
 
 def _matches(path: Path, pattern: str) -> Iterator[str]:
-    """The matches of the pattern in a file's code; comments and quoted text are left out."""
+    """Yields the matches of the pattern in a file's code, outside of comments and quoted text."""
     for line, text in enumerate(_text(path).splitlines(), start=1):
         code = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text).split("//")[0]
         for match in re.finditer(pattern, code):
@@ -149,7 +149,8 @@ def test_a_test_of_python_is_named_by_its_fact() -> None:
     assert not found
 
 
-# Blocks that may be long: declarations, tables, and lists of bindings, which a reader need not follow.
+# These blocks may be long, because a reader need not follow them: declarations, tables, and lists of
+# bindings.
 _NO_CODE = ("namespace", "class", "struct", "enum", "extern", "void bind_")
 
 

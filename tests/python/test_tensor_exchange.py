@@ -1,4 +1,4 @@
-"""Tests tensors that go to the core: a tensor that the core cannot read by its address is refused by name."""
+"""Tests tensors that go to the core. A tensor that the core cannot read by its address is refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipedream.model.boundary import TENSORS, exportable
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-_DEVICE_OFFSET = 8  # in DLManagedTensor: after the address
+_DEVICE_OFFSET = 8  # offset in DLManagedTensor, behind the address
 
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = ctypes.c_void_p
@@ -23,7 +23,7 @@ _pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def _capsule(tensor: Tensor, device_type: int, device_index: int = 0) -> Any:
-    """The tensor's capsule, which claims to lie on a device of this DLPack type."""
+    """Returns the tensor's capsule, which claims that the tensor is on a device of this DLPack type."""
     capsule = to_dlpack(tensor)
     address = _pointer_of(capsule, b"dltensor")
     (ctypes.c_int32 * 2).from_address(address + _DEVICE_OFFSET)[:] = [device_type, device_index]
@@ -38,7 +38,7 @@ def _core_with_channel() -> _core.Worker:
 
 
 def test_a_forked_child_leaves_the_worker_to_its_parent() -> None:
-    # If the child tried to end the parent's threads and sockets, it would abort.
+    # If the child ended the parent's threads and sockets, it would abort.
     cores = [_core.Worker(libzmq_path=find_libzmq(), shares_memory=True) for _ in range(2)]
     for core in cores:
         core.add_channel(
@@ -72,7 +72,7 @@ def test_a_forked_child_leaves_the_worker_to_its_parent() -> None:
     [(2, "cuda:3"), (8, "a device of DLPack type 8"), (13, "a device of DLPack type 13")],
 )
 def test_a_tensor_on_another_device_is_refused_with_its_place(device_type: int, where: str) -> None:
-    # Without the error the core would read such a tensor as if it were in the worker's own memory.
+    # Without the error the core would read the tensor as if it were in the worker's own memory.
     core = _core_with_channel()
     tensors = [to_dlpack(torch.zeros(4)), _capsule(torch.zeros(4), device_type, 3)]
     with pytest.raises(ValueError) as caught:

@@ -44,7 +44,9 @@ class ResidualBlock(nn.Module):
 
 
 class Residual(nn.Module):
-    """ResNet: skips inside blocks, batch norm, and functions between modules, one of them in place."""
+    """Imitates ResNet: skips inside blocks, batch norm, and functions between modules, one of them in
+    place.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """UNet: every level of the way down has a skip to the same level of the way up."""
+    """Imitates UNet: every level of the way down has a skip to the same level of the way up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,8 +111,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """GPT-2: the forward makes positions and a mask from the shape of its input. The head is tied to the
-    embedding, and blocks return tuples."""
+    """Imitates GPT-2. The forward makes positions and a mask from the shape of its input. The head is tied to
+    the embedding, and blocks return tuples.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +143,9 @@ class Output:
 
 
 class MaskedTransformer(Transformer):
-    """A Hugging Face model: called with keyword arguments, masks padding, returns an object with the loss."""
+    """Imitates a Hugging Face model. It is called with keyword arguments, masks padding, and returns an
+    object with the loss.
+    """
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
@@ -172,7 +177,9 @@ class Pair(nn.Module):
 
 
 class Tuples(nn.Module):
-    """Modules that return several values. One is used much later, and one is a number that code reads."""
+    """Has modules that return several values. One value is used much later, and one is a number that code
+    reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,8 +197,9 @@ class Tuples(nn.Module):
 
 
 class HandingOn(nn.Module):
-    """A model with nn.Identity modules, whose input code outside reads too, and with a parameter of its
-    own."""
+    """A model with nn.Identity modules, and with a parameter of its own. Code outside an Identity also reads
+    its input.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +230,7 @@ class Noting(nn.Module):
 
 
 class SideValue(nn.Module):
-    """A model that at its end reads the attribute which one of its first modules has set."""
+    """A model whose end reads an attribute that one of its first modules has set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +247,7 @@ class SideValue(nn.Module):
 
 
 class Gate(nn.Linear):
-    """A gate: returns the scores of two experts, which only its own block reads."""
+    """A gate that returns the scores of two experts, which only its own block reads."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, 2)
@@ -271,8 +279,9 @@ def _note_scores(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) ->
 
 
 class Routed(nn.Module):
-    """Mixtral: hooks, which the first forward installs, take the gates' scores out of the blocks. The scores
-    are a part of the output."""
+    """Imitates Mixtral. Hooks, which the first forward installs, take the gates' scores out of the blocks.
+    The scores are a part of the output.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,8 +323,9 @@ class Dropping(nn.Module):
 
 
 class Deciding(nn.Module):
-    """A model for several tasks: its code asks for the type of a layer, and for Python integers of the
-    batch."""
+    """A model for several tasks. Its code asks for the type of a layer, and for Python integers of the
+    batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +343,7 @@ class Deciding(nn.Module):
 
 
 class _Reversed(torch.autograd.Function):
-    """Passes a value on, in the same memory, and reverses its gradient."""
+    """Returns its input in the same memory, and reverses the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -357,7 +367,7 @@ class Features(nn.Module):
 
 
 class Adversarial(nn.Module):
-    """A domain-adversarial network: one tensor, whose gradients come back on several ways."""
+    """Imitates a domain-adversarial network: gradients come back to one tensor on several ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,7 +402,9 @@ class Skipping(nn.Module):
 
 
 class Viewing(nn.Module):
-    """FNet with learnt filters: code between modules views the model's own parameters in other shapes."""
+    """Imitates FNet with learnt filters. Code between modules views the model's own parameters in other
+    shapes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +422,7 @@ class Viewing(nn.Module):
 
 
 class Sharing(nn.Module):
-    """ALBERT: calls the same layer several times."""
+    """Imitates ALBERT, which calls the same layer several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,7 +446,7 @@ class LastChannels(nn.Conv2d):
 
 
 class Strided(nn.Module):
-    """A vision model in channels_last: its result depends on the strides of a tensor."""
+    """A vision model in channels_last, whose result depends on the strides of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +477,9 @@ class Padded(nn.Module):
 
 
 class Truncated(nn.Module):
-    """Truncated backpropagation through time: the model itself keeps the hidden states of its cells."""
+    """Imitates truncated backpropagation through time: the model itself keeps the hidden states of its
+    cells.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -490,7 +504,9 @@ class Truncated(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Llama: positions and norms in float32, with any dtype elsewhere, and a weight that is used often."""
+    """Imitates Llama: positions and norms are in float32 whatever the dtype is, and one weight is used
+    often.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -508,7 +524,7 @@ class Rotary(nn.Module):
 
 
 class RandomlyDropped(nn.Module):
-    """A model whose own code drops layers at random, and draws dropout between them."""
+    """A model whose own code drops layers at random, and draws dropout masks between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -563,7 +579,7 @@ class SparseExperts(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Switch transformer: the first minibatch does not call every expert."""
+    """Imitates a Switch transformer: the first minibatch does not call every expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -580,10 +596,10 @@ class Sparse(nn.Module):
 
 
 class ResidualLayer(nn.Module):
-    """A residual layer with stochastic depth: for some inputs it returns its input."""
+    """A residual layer with stochastic depth. For some inputs it only returns its input."""
 
     def __init__(self, skipped_sign: int = 0) -> None:
-        """skipped_sign: the layer is left out if the sum of its inputs has this sign; 0 means never."""
+        """The layer is left out if the sum of its inputs has the sign skipped_sign; 0 means never."""
         super().__init__()
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
         self.skipped_sign = skipped_sign
@@ -612,10 +628,12 @@ class DroppedLayers(nn.Module):
 
 
 class LayerDropped(nn.Module):
-    """BART with LayerDrop: the first minibatch leaves out some layers, later ones leave out others."""
+    """Imitates BART with LayerDrop: the first minibatch leaves out some layers, and later ones leave out
+    others.
+    """
 
     def __init__(self, is_residual: bool = False) -> None:
-        """is_residual: code outside a layer adds the layer's input to its output."""
+        """With is_residual, code outside a layer adds the layer's input to its output."""
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.encoder, self.decoder = DroppedLayers(is_residual), DroppedLayers(is_residual)
@@ -677,7 +695,7 @@ def _vectors_of_tasks(generator: torch.Generator, dtype: torch.dtype, size: int)
 
 
 def padded_vectors(padded: Sequence[bool]) -> list[Batch]:
-    """Returns one minibatch for each value: with a mask for True, without for False."""
+    """Returns one minibatch for each value. Those for True have a mask."""
     generator = torch.Generator().manual_seed(7)
     batches = [_vectors(generator, torch.float64, 4) for _ in padded]
     masks = [
@@ -703,7 +721,7 @@ class Twin:
     loss_fn: Callable[[Any, Any], Tensor] = cross_entropy
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """Makes the model, with the same weights at every call. Leaves the global generator as it is."""
+        """Makes the model, with the same weights at every call. Does not change the global generator."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2024)
             return self.make().to(dtype)
@@ -715,7 +733,7 @@ class Twin:
         return [self.make_batch(generator, dtype, size) for size in sizes]
 
 
-# Twins that call other layers for other minibatches.
+# These twins call other layers for other minibatches.
 CHANGING = {
     twin.name: twin
     for twin in (

@@ -19,9 +19,9 @@ def test_the_host_meter_counts_each_memory_once_and_until_it_is_gone() -> None:
         view = made[:10]
         made += 1
         outside.mul_(2)
-        assert meter.live_bytes == _KIB  # views and what is done in place make nothing
+        assert meter.live_bytes == _KIB  # views and operations in place allocate nothing
         del made
-        assert meter.live_bytes == _KIB  # the view holds it
+        assert meter.live_bytes == _KIB  # the view keeps the memory
         del view
         assert meter.live_bytes == 0
         assert meter.peak_bytes == _KIB
@@ -68,8 +68,8 @@ def test_the_terms_of_work_items_add_up_to_the_peak() -> None:
 
 
 def test_a_smaller_microbatchs_backward_counts_from_the_most_that_was_kept() -> None:
-    # The first microbatch needs 20 + 50 KiB and the second one 4 + 60. The sum of the second one is smaller,
-    # so it must not raise a term.
+    # The first microbatch needs 20 KiB that are kept and 50 KiB besides, the second one 4 and 60. The second
+    # one needs less in all, so it must not raise a term.
     meter = _meter([])
     for kept, beside in ((20, 50), (4, 60)):
         with meter.forward():

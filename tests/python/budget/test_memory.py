@@ -52,7 +52,7 @@ _STAGE = StageBytes(weights=3 * _KIB)
 def _memory(
     schedule: str = "pipedream", *, rank: int = 0, microbatches: int = 1, num_workers: int = 4, **given: Any
 ) -> MemoryPlan:
-    """Returns the memory plan of one rank in a pipeline of four stages. given: fields that replace those set
+    """Returns the memory plan of one rank in a pipeline of four stages. `given` replaces fields that are set
     here.
     """
     plan = Plan.straight(4, 4, num_workers=num_workers)
@@ -70,7 +70,7 @@ def _kib(memory: MemoryPlan) -> dict[str, float]:
     return {name: num_bytes / _KIB for name, num_bytes in memory.terms().items()}
 
 
-# (schedule, microbatches) -> (versions kept, microbatches in flight), at stage 1 of 4.
+# Maps (schedule, microbatches) to (versions kept, microbatches in flight) at stage 1 of 4.
 _TABLE = {
     ("pipedream", 1): (3, 3),
     ("vertical_sync", 1): (4, 3),
@@ -114,19 +114,20 @@ def test_versions_and_stash_are_as_many_as_the_schedule_keeps(schedule: str, mic
 def test_gradients_that_are_larger_than_what_is_kept_wait_in_its_place() -> None:
     footprints = {stage: _footprint(stash=1, inputs=10) for stage in range(4)}
     memory = _memory("flush", rank=1, microbatches=4, footprints=footprints)
-    assert _waiting(memory, "gradient", 1, 0) == 4  # all that stage 0 has in flight, and nothing kept here
+    # Stage 0 has four microbatches in flight, and nothing is kept here.
+    assert _waiting(memory, "gradient", 1, 0) == 4
     assert _kib(memory)[STASH] == 4 * 10 + 10
 
 
 def _most_held(
     options: _core.ScheduleOptions, stage: int, kept: int, gradient: int, count: int | None = None
 ) -> int:
-    """Returns the most bytes that replica 0 of the stage has at once. It has `kept` bytes for each microbatch
-    between forward and backward, and `gradient` bytes for each gradient that no worker has received.
+    """Returns the most bytes that replica 0 of the stage has at once, by executing the workers' lists.
 
-    The function executes the workers' lists. Other workers do only what this replica waits for. count: the
-    number of minibatches; None: the largest result for several numbers, because a run may end anywhere in a
-    round.
+    The replica has `kept` bytes for each microbatch between forward and backward, and `gradient` bytes for
+    each gradient that no worker has received. Other workers do only what this replica waits for. `count` is
+    the number of minibatches. With None the result is the largest for several numbers, because a run may end
+    anywhere in a round.
     """
     placement = options.placement
     if count is None:
@@ -169,8 +170,8 @@ def _most_held_of_all_orders(
     """
     placement = options.placement
     programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]
-    # For each worker and each number of instructions that it has executed: how many items it has sent and
-    # received over each edge, and the microbatches between forward and backward.
+    # For each worker and each number of executed instructions: the items sent and received over each edge,
+    # and the microbatches between forward and backward.
     done: list[list[dict[str, int]]] = []
     for program in programs:
         sums = [dict.fromkeys(["here", *map(str, _core.edges_of(options))], 0)]
@@ -237,7 +238,7 @@ def _assert_stash_is_what_the_lists_allow(plan: Plan, options: _core.ScheduleOpt
         footprint = replace(_footprint(stash=0, inputs=0), stash_bytes=kept, input_bytes=gradient)
         rank = plan.placement.rank_of(stage)
         memory = MemoryPlan(plan, rank, options, {stage: footprint}, [], {stage: StageBytes(0)}, 0)
-        # One gradient more is counted, because a gradient is released late.
+        # The prediction counts one gradient more, because a gradient is released late.
         assert memory.terms()[STASH] == _most_held(options, stage, kept, gradient) + gradient, stage
 
 
@@ -271,8 +272,9 @@ def test_what_is_kept_and_the_gradients_that_wait_are_what_the_lists_allow(
 def test_replicas_upstream_may_leave_gradients_of_all_that_they_have_in_flight(
     replicas: tuple[int, ...], more: int
 ) -> None:
-    """Gradients collect upstream only if the link is slow for gradients and fast for activations. Tests on
-    fast links do not show them."""
+    """Gradients collect at a stage only if its link is slow for gradients and fast for activations. Tests on
+    fast links do not show this.
+    """
     plan = Plan.replicated(len(replicas), replicas)
     in_flight = [plan.in_flight[0] + more, *plan.in_flight[1:]]
     options = _core.ScheduleOptions("pipedream", in_flight, 1, plan.placement)
@@ -281,7 +283,7 @@ def test_replicas_upstream_may_leave_gradients_of_all_that_they_have_in_flight(
 
 def _minibatches_of(in_flight: int, microbatches: int) -> int:
     """Returns the largest number of minibatches to which in_flight consecutive microbatches belong.
-    microbatches: the number of microbatches in a minibatch.
+    `microbatches` is their number in each minibatch.
     """
     return max(len({(first + i) // microbatches for i in range(in_flight)}) for first in range(microbatches))
 
@@ -312,7 +314,7 @@ def test_tied_parameters_state_and_the_model_have_terms_of_their_own() -> None:
     tied = {0: _KIB, 1: _KIB}
     stage = StageBytes(3 * _KIB, tied, state_slot=_KIB, num_states=2, torch_state=2 * _KIB)
     terms = _kib(_memory(rank=3, stages={3: stage}, model_bytes=50 * _KIB))
-    assert terms[TIED_VERSIONS] == 4 * 2  # n_0 at every stage
+    assert terms[TIED_VERSIONS] == 4 * 2  # n_0 versions at every stage
     assert terms[OPTIMIZER_STATE] == terms[TORCH_OPTIMIZER_STATE] == 2
     assert terms[MODEL] == 50
 
@@ -328,7 +330,7 @@ def test_a_received_item_lies_in_a_slot_of_the_channel() -> None:
         ),
     ]
     terms = _memory(channels=channels).terms()
-    assert terms["to me"] == 3 * 256  # 100 and 8 bytes, each to 64, in slots of 256
+    assert terms["to me"] == 3 * 256  # 100 and 8 bytes, each rounded up to 64, in slots of 256
     assert "from me" not in terms
 
 
@@ -366,7 +368,8 @@ def test_a_recompute_keeps_outputs_until_they_are_sent_and_has_one_stash_at_a_ti
     memory = _memory(rank=1).with_recompute([False, True, False, False])
     outputs = _waiting(memory, "activation", 1, 2) + 1
     gradients = _waiting(memory, "gradient", 1, 0)
-    assert gradients * 10 > 3 * _GENERATORS / _KIB + 10  # more than three in flight here, and one that waits
+    # More gradients than three in flight and one that waits.
+    assert gradients * 10 > 3 * _GENERATORS / _KIB + 10
     terms = _kib(memory)
     assert terms[STASH] == outputs * 20 + (gradients + 1) * 10
     assert terms[TRANSIENT] == 7 + 100 + 10
@@ -386,7 +389,8 @@ def test_with_room_nothing_is_recomputed_and_with_a_byte_less_it_is() -> None:
     needed = memory.counted_bytes()
     assert not any(choose_savings(memory, None, needed).schedule.recompute)
     chosen = choose_savings(memory, None, needed - 1)
-    assert list(chosen.schedule.recompute) == [True, False, False, False]  # each worker decides for itself
+    # Each worker decides for its own stage.
+    assert list(chosen.schedule.recompute) == [True, False, False, False]
     assert chosen.counted_bytes() < needed
 
 

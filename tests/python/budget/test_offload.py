@@ -79,8 +79,8 @@ class Square(torch.autograd.Function):
 
 
 def _round_trip(make: Callable[[Tensor], Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns copies of tensors that a forward saved, and the tensors that its backward got back. make:
-    function of a leaf that returns the tensors to save.
+    """Returns copies of the tensors that a forward saved, and the tensors that its backward got back. `make`
+    computes the tensors to save from a leaf.
     """
     stage = _stage()
     leaf = _random(4, 6).requires_grad_()
@@ -143,7 +143,7 @@ def test_every_dtype_comes_back(dtype: torch.dtype) -> None:
         mask = content.clone()
         loss = leaf.mul(2.0).masked_fill(mask.bool(), 0.0).sum() + Square.apply(leaf * 1.0, mask)
     saved.arrive()
-    mask.zero_()  # what comes back is not this memory
+    mask.zero_()  # the tensor that comes back is a copy
     Square.unpacked = []
     loss.backward()
     assert torch.equal(Square.unpacked[1], content)
@@ -165,8 +165,9 @@ def test_pieces_of_one_storage_take_room_once_and_other_storages_lie_apart() -> 
 
 
 def test_parts_of_one_storage_that_count_their_versions_apart_come_back_as_each_was_saved() -> None:
-    """A GRUCell saves its gates one by one, each after it was written. All lie in one storage, and each had
-    as many writes as the others."""
+    """A GRUCell saves its gates one by one, each after it was written. All gates lie in one storage, and
+    their version counters are equal.
+    """
     cell, inputs = torch.nn.GRUCell(6, 6, dtype=torch.float64), _random(4, 6)
     stage = _stage(home_bytes=1 << 16)
     parameters = list(cell.parameters())
@@ -220,7 +221,7 @@ def test_the_microbatch_whose_backward_is_next_stays_and_takes_no_home() -> None
     stage = _stage(num_homes=1)
     assert stage.forward([], is_next=True) is None
     assert _saved(stage).leaves_device
-    assert stage.forward([], is_next=False) is None  # the only home is taken
+    assert stage.forward([], is_next=False) is None  # the only buffer in host memory is taken
 
 
 def test_a_home_is_free_again_once_its_content_came_back() -> None:
@@ -344,7 +345,7 @@ def test_a_graph_reads_its_version_wherever_that_lies_by_then() -> None:
     for version in range(5):
         weights.bind(version)
         with _saved(stage, [inputs]):
-            # The graph saves the transposed weight and the weight itself.
+            # Each graph saves the weight and its transpose.
             losses.append((inputs @ layer.weight.t() @ layer.weight).square().sum())
         current = weights.leaves(version)[0].detach().clone().requires_grad_()
         alone = (inputs @ current.t() @ current).square().sum()
@@ -435,7 +436,8 @@ def _chosen(
     return chosen.schedule.recompute[0], done.names()
 
 
-_LARGE = {"weight_mib": 10, "stash_mib": 20, "offloadable_mib": 18, "input_mib": 1}  # 60 + 120 + 6 MiB
+# In all, 60 MiB of weights, 120 MiB of stashes and 6 MiB of inputs.
+_LARGE = {"weight_mib": 10, "stash_mib": 20, "offloadable_mib": 18, "input_mib": 1}
 
 
 def test_nothing_is_chosen_without_a_limit_or_with_room() -> None:
@@ -456,7 +458,8 @@ def test_recompute_is_tried_first_then_versions_then_activations() -> None:
 def test_a_given_recompute_is_not_changed() -> None:
     memory = _plan_of("cuda", **_LARGE)
     assert _chosen(memory, 185, [False, False]) == (False, ["versions"])
-    # In MiB: versions 30, six stashes of 2, two microbatches' activations of 18, and inputs 6.
+    # The needs in MiB are: three versions 30, six stashes of 2, two microbatches' activations of 18, and
+    # inputs 6.
     assert _chosen(memory, 155, [False, False]) == (False, ["versions", "activations"])
     assert _chosen(memory, 84, [False, False]) == (False, ["versions", "activations"])
     with pytest.raises(
@@ -466,7 +469,8 @@ def test_a_given_recompute_is_not_changed() -> None:
 
 
 def test_recompute_that_is_not_needed_after_all_is_left_out() -> None:
-    memory = _plan_of("cuda", weight_mib=100, stash_mib=2, input_mib=1)  # 600 + 12 + 6; recompute saves 9
+    # 600 + 12 + 6 MiB are needed, and recompute would save 9.
+    memory = _plan_of("cuda", weight_mib=100, stash_mib=2, input_mib=1)
     assert _chosen(memory, 605) == (False, ["versions"])
     needed = memory.with_recompute([False, False]).with_offload(0, Offload(versions=True)).counted_bytes()
     assert not any(choose_savings(memory, None, needed).schedule.recompute)

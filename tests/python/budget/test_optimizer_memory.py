@@ -69,7 +69,7 @@ def test_the_predicted_state_is_what_the_optimizer_keeps_and_predicting_does_not
 
 
 class _Own(torch.optim.Optimizer):
-    """A user's optimizer. No prediction may call its step(), which may do more than an update."""
+    """A user's optimizer. No prediction may call its step(), because that may do more than an update."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -96,8 +96,8 @@ _STEPS = [
     torch.optim.Rprop,
     functools.partial(torch.optim.Rprop, foreach=True),
     torch.optim.ASGD,
-    torch.optim.RAdam,  # rectifies from the sixth step on, which takes more
-    functools.partial(torch.optim.RAdam, betas=(0.9, 0.7)),  # from the fourteenth on
+    torch.optim.RAdam,  # needs more memory from the sixth step on, when it rectifies
+    functools.partial(torch.optim.RAdam, betas=(0.9, 0.7)),  # needs more memory from the fourteenth step on
     functools.partial(torch.optim.RAdam, foreach=True),
 ]
 
@@ -154,8 +154,9 @@ def test_a_step_of_the_users_own_is_not_tried_within_masters_either() -> None:
 def test_what_a_step_keeps_of_the_parameter_before_is_predicted(
     kind: type[torch.optim.Optimizer], shapes: list[tuple[int, ...]]
 ) -> None:
-    """A step that is tried with one parameter of each shape would not show the memory for two neighbours of
-    the same shape: only two of the three temporary tensors of Adam's step."""
+    """Adam's step has three temporary tensors at once when two neighbours have the same shape. A trial step
+    with one parameter of each shape would show only two.
+    """
     made = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in shapes]
     measured = _measured_step_bytes(kind(made))  # type: ignore[call-arg]
     predicted = predict_step_bytes(kind(made), "cpu")  # type: ignore[call-arg]

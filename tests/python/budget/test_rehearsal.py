@@ -32,8 +32,8 @@ def _same_threads(one_thread: Any) -> Iterator[None]:
 
 
 class _Known(torch.autograd.Function):
-    """Saves `kept` bytes for the backward. The forward allocates `forward` further bytes while it runs, the
-    backward `backward` bytes.
+    """Saves `kept` bytes for the backward. While they run, the forward allocates `forward` further bytes and
+    the backward `backward` bytes.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ def _footprints(*layers: nn.Module, num_stages: int, **options: Any) -> list[Foo
 
 
 def _assert_about(measured: int, known: int) -> None:
-    """Asserts that these are the known bytes, and at most 256 more for small tensors."""
+    """Asserts that `measured` is `known`, or at most 256 bytes more for small tensors."""
     assert known <= measured <= known + 256
 
 
@@ -96,12 +96,13 @@ def test_what_is_kept_and_what_is_temporary_are_told_apart_stage_by_stage() -> N
     )
     _assert_about(first.stash_bytes, 64 * _KIB)
     _assert_about(second.stash_bytes, 32 * _KIB)
-    # The forward frees its temporary tensor only after it has made the kept one, so all of it counts.
+    # The forward frees its temporary tensor only after it has made the kept one. So the whole temporary
+    # tensor counts.
     _assert_about(first.transient_bytes, 96 * _KIB)
     _assert_about(second.transient_bytes, 200 * _KIB)
     assert first.is_measured
     assert (first.input_bytes, first.output_bytes, first.gradient_bytes) == (16, 16, 4)
-    # The last stage has the targets, too. It sends no outputs.
+    # The last stage also has the targets, and sends no outputs.
     assert (second.input_bytes, second.output_bytes) == (16 + 16, 0)
 
 
@@ -113,7 +114,7 @@ def test_a_rehearsal_without_a_loss_sees_the_forwards_alone() -> None:
 
 
 def test_a_repeated_backward_sees_gradients_beside_those_that_are_there() -> None:
-    wide = nn.Linear(256, 256, bias=False)  # 256 KiB
+    wide = nn.Linear(256, 256, bias=False)  # its weight has 256 KiB
     stages = split(nn.Sequential(nn.Linear(256, 256), wide), Plan.straight(2, 2))
     arguments = (stages, torch.zeros(1, 256), torch.zeros(1, 256), F.mse_loss)
     once, again = (rehearse(*arguments, repeats=repeats)[1][1] for repeats in (False, True))
@@ -127,7 +128,7 @@ def test_a_loss_is_there_during_its_backward() -> None:
     layers = (nn.Linear(8, 8), nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 64))
     arguments = (split(nn.Sequential(*layers), Plan.straight(4, 2)), torch.zeros(64, 8), torch.zeros(64, 64))
     last = rehearse(*arguments, F.mse_loss)[1][1]
-    # On the host the mean of squared errors keeps the squares (16 KiB) until its backward has made the
+    # On the host the mean of squared errors keeps the squares, 16 KiB, until its backward has made the
     # gradient.
     assert last.transient_bytes > 32 * _KIB
 
@@ -175,7 +176,7 @@ def test_autocast_halves_what_is_kept_and_makes_the_boundary_narrow() -> None:
 
 def test_a_stage_that_is_compiled_is_not_measured() -> None:
     layers = [_KnownLayer(kept=64 * _KIB) for _ in range(2)]
-    layers[1]._compiled_call_impl = layers[1]._call_impl  # what Module.compile() sets
+    layers[1]._compiled_call_impl = layers[1]._call_impl  # Module.compile() sets this attribute
     first, second = _footprints(*layers, num_stages=2)
     assert first.is_measured
     assert not second.is_measured
@@ -198,7 +199,7 @@ def test_a_backward_or_loss_that_fails_is_left_to_the_first_minibatch() -> None:
     _footprints(_KnownLayer(), _KnownLayer(), num_stages=2, loss_fn=_fail)
 
 
-# The device on which a rehearsal runs.
+# ---- The device on which a rehearsal runs ----
 
 
 class _NotesItsDevice(nn.Module):
@@ -217,8 +218,8 @@ class _NotesItsDevice(nn.Module):
 def test_a_stage_without_parameters_runs_on_the_workers_device_too(
     device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A stage may have no parameters from which its device could be taken. It must not run with the autocast
-    # lists of the CPU.
+    # This stage has no parameter that would name its device. It must still run with the worker's autocast
+    # lists, not with the CPU's.
     @contextlib.contextmanager
     def region(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
         assert dtype is torch.bfloat16
@@ -253,7 +254,7 @@ class _MakesIndices(nn.Module):
 
 
 def test_a_stage_is_given_what_the_stage_before_made() -> None:
-    # The second stage fails with made-up indices or shares, so it must get those of the first stage.
+    # The second stage fails if its indices or shares are made up. So it must get those of the first stage.
     stages = split(nn.Sequential(_MakesIndices(), _ReadsItsIndices(), nn.Identity()), Plan.straight(3, 3))
     boundaries, _ = rehearse(stages, torch.randn(3, 1, requires_grad=True), torch.zeros(4, 1), F.mse_loss)
     assert [spec.dtype for spec in boundaries[0].tensors] == [torch.float32, torch.int64, torch.float32]
@@ -306,8 +307,8 @@ def _device_has_failed(_: torch.device) -> None:
 
 
 def test_a_loss_that_needs_no_targets_is_rehearsed() -> None:
-    # Without targets the last stage must not be rehearsed like other stages, whose backward begins at the
-    # outputs and not at the loss.
+    # Without targets the last stage must still be rehearsed from the loss. The backward of other stages
+    # begins at the outputs.
     plan = Plan.straight(2, 2)
     stages = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan)
     _, (_, last) = rehearse(stages, torch.zeros(2, 4), None, lambda outputs, _: outputs.mean())

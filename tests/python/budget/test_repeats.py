@@ -1,6 +1,4 @@
-"""Tests the part of rehearsal.py that finds out whether a forward can be repeated, and whose random numbers
-it draws.
-"""
+"""Tests how rehearsal.py finds out whether a forward can be repeated, and from which generators it draws."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from torch import nn
 
 
 class _Remembering(nn.Module):
-    """Adds the mean of its previous output."""
+    """Adds the mean of its previous output to its output."""
 
     def __init__(self, in_buffer: bool) -> None:
         super().__init__()

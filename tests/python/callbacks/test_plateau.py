@@ -1,4 +1,4 @@
-"""EarlyStopping and ReduceLROnPlateau: what they decide after which epochs."""
+"""Tests EarlyStopping and ReduceLROnPlateau: their decisions after each epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in their folder: complete, torn, corrupted, kept."""
+"""Tests the folder of checkpoints: which are complete, torn or corrupted, and which are kept."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_manifest_in_which_any_bit_has_changed_is_not_used_but_where_it_says_t
 
 def test_a_removal_that_was_cut_short_is_made_whole_by_the_next_run(tmp_path: Path) -> None:
     (folder,) = _write(tmp_path, 6)
-    with mock.patch("shutil.rmtree"):  # the process is killed here
+    with mock.patch("shutil.rmtree"):  # plays a process that is killed before the removal
         remove_old(tmp_path, 1)
         write_checkpoint(tmp_path, _make_model(), PLAN, 12)
         remove_old(tmp_path, 1)
@@ -166,7 +166,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> No
 
 
 def test_a_run_that_continues_writes_over_no_checkpoint(tmp_path: Path) -> None:
-    """A folder with the files of two runs would be no checkpoint."""
+    """A folder with files of two runs would be no valid checkpoint."""
     _, second, third, fourth = _write(tmp_path, 6, 12, 13, 18)
     assert go_on_after(third, 13, tmp_path) == third
     names = {path.name.rpartition("-")[2] for path in tmp_path.glob("damaged-*")}

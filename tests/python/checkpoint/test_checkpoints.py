@@ -1,4 +1,4 @@
-"""Checkpoints: which arguments it takes, and from where a run continues."""
+"""Tests Checkpoints: its arguments, and the checkpoint from which a run continues."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_folder_in_which_nothing_is_whole_is_not_taken_for_an_empty_one(tmp_pa
     (only / "stage-0.json").unlink()
     with pytest.raises(ValueError, match=r"no checkpoint of .* is whole .*stage-0\.json is missing"):
         Checkpoints(tmp_path).find()
-    (only / "checkpoint.json").unlink()  # as a run leaves it that ends before its first is written
+    (only / "checkpoint.json").unlink()  # A run that ends before its first checkpoint leaves such a folder.
     assert Checkpoints(tmp_path).find() is None
 
 

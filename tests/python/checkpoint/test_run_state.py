@@ -1,4 +1,6 @@
-"""run_state.py: who may go on from a state, how long it is kept, and how local workers write it."""
+"""Tests run_state.py: which run may continue from a state, how long it is kept, and how local workers write
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""snapshot.py: values that are no tensors go through JSON and come back as they were."""
+"""Tests snapshot.py: values that are no tensors go through JSON and come back unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage's snapshot, in files and back."""
+"""Tests a stage's snapshot, which is written to files and read again."""
 
 from __future__ import annotations
 

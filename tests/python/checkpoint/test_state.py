@@ -1,4 +1,4 @@
-"""The state of stages, to a file and back."""
+"""Tests the state of stages, which is written to a file and read again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import nn
 _FLOAT8 = [
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)  # the last one from torch 2.7 on
+    if hasattr(torch, name)  # float8_e8m0fnu exists from torch 2.7 on
 ]
 
 
 class _Odd(nn.Module):
-    """A parameter that is not contiguous, a complex buffer, and a buffer of no elements."""
+    """Has a parameter that is not contiguous, a complex buffer, and a buffer without elements."""
 
     def __init__(self, fill: float) -> None:
         super().__init__()
@@ -90,8 +90,7 @@ def test_any_reader_of_safetensors_reads_what_was_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", _FLOAT8, ids=str)
 def test_buffers_of_one_byte_have_means(dtype: torch.dtype) -> None:
-    """A run with replicas takes means of buffers at its end. Numbers of one byte have no addition of their
-    own."""
+    """A run with replicas averages their buffers at its end. Dtypes of one byte cannot be added directly."""
     values = [torch.tensor([1.0, 2.0, scale]).to(dtype) for scale in (1.0, 7.0)]
     (mean,) = mean_buffers({"scale": values[0]}, [{"scale": values[1]}]).values()
     assert mean.dtype == dtype and mean.float().tolist() == [1.0, 2.0, 4.0]

@@ -1,4 +1,4 @@
-"""The whole model of a checkpoint, in a file and in a model."""
+"""Tests the whole model of a checkpoint, written to a file and loaded into a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from written_checkpoints import write_checkpoint
 
 
 class _Tied(nn.Module):
-    """A head that reads the weight of the embedding, a frozen layer, a buffer that no state_dict has."""
+    """Has a head that reads the weight of the embedding, a frozen layer, and a buffer that no
+    state_dict has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ def test_a_checkpoint_is_loaded_into_a_model_in_place(tmp_path: Path) -> None:
 
 
 class _TiedByName(nn.Module):
-    """A module that is cut by its forward. Both stages have the weight under the embedding's name."""
+    """A module that is cut along its forward. Both stages have the weight under the embedding's name."""
 
     def __init__(self) -> None:
         super().__init__()

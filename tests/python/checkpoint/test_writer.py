@@ -1,4 +1,4 @@
-"""The writer of checkpoints: what it copies, what it writes, what it does on a full disk."""
+"""Tests the writer of checkpoints: what it copies and writes, and what it does on a full disk."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_next_one_is_whole(
 def test_a_worker_that_cannot_write_the_manifest_takes_nothing_from_a_checkpoint_that_another_completes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # With keep=1 the checkpoint before was removed, and then no whole one was left.
+    # With keep=1 no whole checkpoint would be left if the previous one were removed now.
     write_manifest = writer_module.write_manifest
 
     def complete_and_fail(folder: Path) -> object:
@@ -115,7 +115,8 @@ def test_a_worker_that_cannot_write_the_manifest_takes_nothing_from_a_checkpoint
 def test_an_old_checkpoint_that_another_worker_removes_meanwhile_costs_no_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Who looked whether the old one was complete found a file missing, and dropped its part of the new one.
+    # A worker checks whether the old checkpoint is complete while another worker removes it. The check finds
+    # a file missing. This must not cost the new checkpoint.
     read_part = manifest.read_part
 
     def read_late(path: Path) -> object:

@@ -1,4 +1,4 @@
-"""Ranks compare all options of a run that must agree, and say no secret."""
+"""Tests that ranks compare all options of a run that must agree, and tell no secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests checks.py: what counts as a number, and errors that name a value which is no number."""
+"""Tests checks.py: which values count as numbers, and the errors for values that do not."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ def test_a_file_that_cannot_be_written_is_named_with_its_argument(
         check_output_file(".")
     forbidden = {str(tmp_path), str(tmp_path / "old.json")}
     Path("old.json").touch()
-    # Makes files look as they do for an ordinary user, because the tests may run as root, who may write
-    # everywhere.
+    # Makes files look as they do for an ordinary user. The tests may run as root, who may write everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in forbidden)
     for name in ("new.json", "old.json"):
         with pytest.raises(ValueError, match=f"^trace is '{name}': may not be written"):

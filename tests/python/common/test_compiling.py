@@ -1,5 +1,4 @@
-"""Tests compiling.py: code that compiles imports the compiler's modules; code that keeps the compiler out
-does not."""
+"""Tests compiling.py: its regions import the compiler's modules, or keep the compiler from being imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPUs that a run may use, and an equal part of them for each worker of a machine."""
+"""Tests the CPUs that a run may use, and their division among the workers of a machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipedream.common.cpus import own_cpus, share_of, usable_cpus
 
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The control group of a process that may run on 8 CPUs."""
+    """Returns the control group of a process that may run on 8 CPUs."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
     (tmp_path / "own").write_text("0::/outer/inner\n")
     folder = tmp_path / "outer" / "inner"

@@ -25,7 +25,7 @@ def test_an_error_while_cleaning_up_does_not_replace_the_first() -> None:
     with pytest.raises(PipelineError) as caught, afterwards(_fail):
         raise first
     assert caught.value is first
-    if hasattr(first, "__notes__"):  # from Python 3.11 on
+    if hasattr(first, "__notes__"):  # Python has notes from 3.11 on
         assert first.__notes__ == [
             "and then, while cleaning up: RuntimeError: CUDA error: device-side assert triggered"
         ]

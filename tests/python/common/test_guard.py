@@ -1,4 +1,4 @@
-"""run() refuses at once to be called where a worker would call it again."""
+"""Tests that run() refuses at once to be called where a worker would call it again."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _refusal() -> str:
 
 
 def test_a_run_within_another_is_refused_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without the error both threads would train for a while, and then one would fail, because they share
-    # environment variables of the run.
+    # Without the error both threads would train for a while. One would then fail, because runs share
+    # environment variables.
     begun, over = threading.Event(), threading.Event()
 
     def train(*_: object) -> Any:
@@ -72,13 +72,13 @@ def test_a_run_within_another_is_refused_and_the_other_goes_on(monkeypatch: pyte
         " or in another process"
     )
     assert len(ended) == 1
-    with pytest.raises(ArithmeticError):  # the next one may train
+    with pytest.raises(ArithmeticError):  # the next run may train
         _run()
 
 
 @pytest.mark.usefixtures("no_worker_starts")
 def test_a_run_in_a_worker_of_a_run_is_refused() -> None:
-    with one_run_at_a_time():  # as local_worker.py calls a worker's part
+    with one_run_at_a_time():  # local_worker.py does this around a worker's part
         assert "another run() of this process" in _refusal()
 
 
@@ -98,7 +98,8 @@ class Training(torch.utils.data.Dataset[str]):
 
 @pytest.mark.usefixtures("no_worker_starts")
 def test_a_run_in_a_worker_of_a_data_loader_is_refused() -> None:
-    with one_run_at_a_time():  # it is forked while a run goes on: that is not what is wrong
+    # The loader's process is forked during a run. The error must still name the loader, not the run.
+    with one_run_at_a_time():
         (said,) = torch.utils.data.DataLoader(Training(), num_workers=1, multiprocessing_context="fork")
     assert said == [
         "run() was called in a worker process of a DataLoader: call it in the process of the script, not in"

@@ -1,4 +1,4 @@
-"""regions.py: around what, in which order."""
+"""Tests regions.py: which code runs inside which regions, and in which order they are entered."""
 
 from __future__ import annotations
 

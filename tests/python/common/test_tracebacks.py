@@ -1,4 +1,4 @@
-"""tracebacks.py: users see the frames of their own code, and only one of pipedream's."""
+"""Tests tracebacks.py: a user sees the frames of the user's code, and only one frame of pipedream."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ class _Broken(nn.Module):
         return self.deeper(value)
 
     def deeper(self, value: torch.Tensor) -> torch.Tensor:
-        raise self._error.with_traceback(None)  # as if made anew: the cuts are checked first
+        # Without the old traceback, which shorten() would have cut already.
+        raise self._error.with_traceback(None)
 
 
 def _shown(trace: TracebackType | None) -> list[str]:
-    """The functions of the frames, ours in brackets."""
+    """Returns the functions of the frames. Those of pipedream are in brackets."""
     return [
         f"[{frame.name}]" if frame.filename.startswith(_PACKAGE) else frame.name
         for frame in traceback.extract_tb(trace)
@@ -68,7 +69,7 @@ def _shown(trace: TracebackType | None) -> list[str]:
 
 
 def _function_of_ours(body: str) -> Any:
-    """A function whose code is in the package."""
+    """Returns a function whose code seems to be in the package."""
     namespace: dict[str, Any] = {}
     exec(compile(f"def function(*_):\n    {body}", f"{_PACKAGE}/memory.py", "exec"), namespace)
     return namespace["function"]
@@ -92,13 +93,14 @@ def test_an_error_of_the_users_code_shows_the_way_to_it_through_their_code(kind:
 def test_an_error_of_a_librarys_in_the_users_place_shows_the_librarys_frames() -> None:
     inner = PipelineError("stage 1 failed")
     try:
-        with _HostMeter("cpu"):  # as over a worker's first minibatches
+        with _HostMeter("cpu"):  # this meter is on during a worker's first minibatches
             UserCode(lambda what: "stage 1").run("forward", nn.Linear(4, 4), torch.ones(2, 3))
     except PipelineError as error:
         inner = error
     tracebacks.shorten(inner)
     assert inner.__cause__ is not None
-    assert _shown(inner.__cause__.__traceback__) == ["forward"]  # of Linear, without module.py's two
+    # The forward of Linear, without two frames of torch's module.py.
+    assert _shown(inner.__cause__.__traceback__) == ["forward"]
     assert _shown(inner.__traceback__) == [
         "test_an_error_of_a_librarys_in_the_users_place_shows_the_librarys_frames"
     ]
@@ -172,7 +174,7 @@ def _fail_in_forward(error: Exception) -> Exception:
 
 
 def _told(folder: Path, error: Exception) -> dict[str, Any]:
-    """The document in which the caller reads a worker's error."""
+    """Returns the document in which the caller reads a worker's error."""
     try:
         raise error
     except type(error) as raised:

@@ -1,4 +1,4 @@
-"""Bandwidths, sizes and durations, from text and to text."""
+"""Tests bandwidths, sizes and durations: they are parsed from text and written as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""batch_reader.py: microbatches of a stream, for a stage that reads inputs, targets, or both."""
+"""Tests batch_reader.py: a stage reads the inputs, the targets, or both of a stream's microbatches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_first_stage_gets_inputs_and_the_last_targets_with_their_share_of_th
 
 @pytest.mark.parametrize("place", [_FIRST, _LAST, _ALONE], ids=["first", "last", "alone"])
 def test_given_microbatches_are_read_whole_by_each_stage(place: dict[str, bool]) -> None:
-    sizes = [2, 2, 1, 1]  # torch.chunk would make 3 pieces of 6
+    sizes = [2, 2, 1, 1]  # torch.chunk would cut 6 samples into 3 pieces
     pieces = _read_all(_reader([Microbatches(map(_pair, sizes))], 4, **place), 0, 4)
     for read, part in ((place["is_first"], "inputs"), (place["is_last"], "targets")):
         found = [getattr(piece, part) for piece in pieces]
@@ -161,7 +161,7 @@ def test_inputs_are_checked_whole_and_before_any_is_handed_out() -> None:
 
     reader = BatchReader(MinibatchSource(DataStream([_pair(6)], epochs=1)), 3, check_inputs=check, **_FIRST)
     assert reader.source.fetch(reader.source.num_minibatches)
-    assert seen == []  # fetching is the data's own code, whose errors are told otherwise
+    assert seen == []  # fetch() runs the user's data code, whose errors are reported in another way
     with pytest.raises(ValueError, match="larger than planned"):
         reader.read(0, 0)
     assert seen == [(6, 0)]

@@ -1,4 +1,4 @@
-"""Tests enlarged.py: makes a minibatch as large as the largest one that is known to come."""
+"""Tests enlarged.py, which makes a minibatch as large as the largest one that is known to come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""first_minibatch.py: looking at minibatch 0 changes nothing for the run."""
+"""Tests first_minibatch.py: a look at minibatch 0 changes nothing for the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_an_iterator_goes_on_as_if_nobody_had_looked() -> None:
     torch.manual_seed(3)
     peeked = PeekedData(_drawn())
     assert first_of(peeked) == expected[0]
-    torch.rand(7)  # by whoever works with what was seen
+    torch.rand(7)  # whoever works with the minibatch may draw numbers
     assert first_of(peeked) == expected[0]
     torch.rand(7)
     taken = iter(peeked)
@@ -43,7 +43,7 @@ def test_a_loader_is_looked_at_without_its_processes(num_workers: int) -> None:
         persistent_workers=num_workers > 0,
         timeout=5 if num_workers else 0,
     )
-    before = multiprocessing.active_children()  # the farm's
+    before = multiprocessing.active_children()  # the processes of the farm
     (first,) = first_of(loader)
     assert first.tolist() == [0, 1]
     assert multiprocessing.active_children() == before
@@ -69,7 +69,7 @@ class _CountedDataset(_Counted, torch.utils.data.IterableDataset[int]):
 
 
 class _CountedInside:
-    """Its counter is an object of its own."""
+    """An iterable whose counter is an object of its own."""
 
     def __init__(self) -> None:
         self.counted = _Counted()
@@ -120,7 +120,7 @@ def test_data_without_a_minibatch_are_refused() -> None:
 
 
 class _OverQueue:
-    """Gives each minibatch once, though it is no iterator."""
+    """Data that give each minibatch once, although they are no iterator."""
 
     def __init__(self) -> None:
         self.queue: queue.Queue[int] = queue.Queue()
@@ -138,14 +138,14 @@ class _OverQueueDataset(_OverQueue, torch.utils.data.IterableDataset[int]):
 
 @pytest.mark.parametrize("is_loader", [False, True])
 def test_what_gives_each_minibatch_once_loses_none_to_a_look(is_loader: bool) -> None:
-    # If a look took the first minibatch out of such data, the training would begin with the second or third
-    # minibatch.
+    # A look must not consume the first minibatch of such data. Otherwise the training would begin with the
+    # second.
     data: Iterable[int] = DataLoader(_OverQueueDataset(), batch_size=None) if is_loader else _OverQueue()
     looked = looked_at(data)
     assert looked_at(looked) is looked
     assert first_of(looked) == first_of(looked) == 0
     assert list(looked) == [0, 1, 2, 3]
-    assert list(looked) == []  # as of the data
+    assert list(looked) == []  # the data themselves are used up, too
 
 
 class _Shuffling:
@@ -180,7 +180,9 @@ def test_data_are_copied_once_for_the_first_look() -> None:
 def test_positions_that_an_iteration_shuffles_are_copied_and_other_tensors_not(
     indices: Any, is_sampler: bool
 ) -> None:
-    """A look at the first minibatch must not shuffle arrays of positions, nor copy a sampler's weights."""
+    """A look at the first minibatch must not shuffle the data's own positions, nor copy a sampler's
+    weights.
+    """
     shuffling = _Shuffling(indices)
     data: Any = DataLoader(range(5), batch_size=None, sampler=shuffling) if is_sampler else shuffling  # type: ignore[arg-type]
     assert int(first_of(data)) == int(first_of(data)) == 3

@@ -1,4 +1,6 @@
-"""minibatch_source.py: minibatches in order, and an end before one that is larger than planned."""
+"""Tests minibatch_source.py: it gives minibatches in order, and ends before one that is larger than
+planned.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,10 @@ def test_a_group_that_has_a_larger_one_comes_after_the_end_as_a_whole() -> None:
     assert _sizes(source, 0) == [2, 3, 1]
     larger = source.larger
     assert larger is not None and (larger.first, larger.minibatch) == (3, 4)
-    assert larger.shapes == {"inputs": (5, 2), "targets": (5,)}  # of 4, and of 5 that is larger still
+    # The larger minibatch has 4 samples, and a later one of the group 5.
+    assert larger.shapes == {"inputs": (5, 2), "targets": (5,)}
     source.look_ahead(lambda inputs: len(inputs) > 5, 3)
-    assert _sizes(source, 3) == [3, 4, 5, 2]  # the last group is short
+    assert _sizes(source, 3) == [3, 4, 5, 2]  # the last group is shorter
 
 
 def test_each_dimension_of_all_larger_ones_counts() -> None:
@@ -109,8 +112,8 @@ def test_a_group_lies_in_memory_of_its_own_where_the_data_use_theirs_again() -> 
         (torch.zeros(4, 3), False),
         (torch.zeros(5, 1), True),
         (torch.zeros(3, 5), True),
-        (torch.zeros(3, 4), True),  # as many elements
-        (torch.zeros(9, 3, dtype=torch.float64), False),  # and other than planned in more than size
+        (torch.zeros(3, 4), True),  # as many elements as planned
+        (torch.zeros(9, 3, dtype=torch.float64), False),  # differs from the plan in more than its size
         (torch.zeros(9, 3, 1), False),
         ((torch.zeros(9, 3),), False),
     ],
@@ -128,8 +131,9 @@ def test_any_of_several_inputs_may_exceed() -> None:
 
 
 def test_of_several_kinds_one_is_not_exceeded_by_what_it_covers() -> None:
-    """A minibatch is compared with each kind as a whole. Its size may lie between few long texts and many
-    short texts."""
+    """The plan has two kinds of minibatch: 4 texts of 64 words, and 16 texts of 16. A minibatch between them,
+    such as 8 texts of 32, does not exceed the plan. One that mixes the kinds' tensors does.
+    """
 
     def batch(num_texts: int, length: int) -> Keywords:
         return Keywords(ids=torch.zeros(num_texts, length), mask=torch.zeros(num_texts, 1))
@@ -137,7 +141,7 @@ def test_of_several_kinds_one_is_not_exceeded_by_what_it_covers() -> None:
     planned = Boundary.of(batch(4, 64)).or_as(Boundary.of(batch(16, 16)))
     assert not exceeds(planned, batch(4, 64))
     assert not exceeds(planned, batch(16, 16))
-    assert not exceeds(planned, batch(8, 32))  # between them
+    assert not exceeds(planned, batch(8, 32))  # between the two kinds
     assert exceeds(planned, batch(8, 33))
     assert exceeds(planned, batch(16, 17))
     assert exceeds(planned, Keywords(ids=torch.zeros(4, 64), mask=torch.zeros(16, 1)))
@@ -150,7 +154,7 @@ def test_what_is_read_ahead_is_what_is_read() -> None:
         source.look_ahead(lambda inputs: False, group_size)
         for minibatch in range(3):
             source.read_ahead(None)
-            source.read_ahead(None)  # one at most
+            source.read_ahead(None)  # reads at most one minibatch ahead
             assert source.fetch(minibatch)
             assert source.take(minibatch).inputs is data[minibatch][0]
         source.read_ahead(None)

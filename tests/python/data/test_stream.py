@@ -1,4 +1,4 @@
-"""The stream of minibatches that a worker reads."""
+"""Tests the stream of minibatches that a worker reads."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_sizes_that_are_enough_or_unknown_pass(data: Any) -> None:
 
 
 def test_minibatches_that_are_all_too_small_for_their_microbatches_are_refused_before_any_is_read() -> None:
-    check_sizes(_loader(9), 4)  # the last one is short
+    check_sizes(_loader(9), 4)  # 9 samples make two minibatches of 4 and a short one
     with pytest.raises(ValueError, match="minibatches of 4 samples, fewer than microbatches=5"):
         check_sizes(_loader(9), 5)
     pairs = [(torch.ones(4, 3), torch.ones(4)), (torch.ones(1, 3), torch.ones(1))]
@@ -147,7 +147,7 @@ class _Counted(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class _Stateful:
-    """Resumes by itself, as torchdata's loader does."""
+    """Data that save and restore their own position, as torchdata's loader does."""
 
     def __init__(self) -> None:
         self.given, self.started_at = 0, 0
@@ -191,7 +191,7 @@ class _Once:
 
 
 class _CountsEpochs(torch.utils.data.Sampler[int]):
-    """Gives each epoch an order of its own, although nobody calls a set_epoch()."""
+    """Gives each epoch another order without a call of set_epoch()."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -243,7 +243,7 @@ def test_a_stream_goes_to_a_position_and_gives_the_same_from_there(
     for _ in range(minibatch):
         whole.next()
         if is_shared:
-            torch.rand(3)  # as the model draws
+            torch.rand(3)  # draws random numbers, as the model does
     ahead = whole.next()
     position = whole.position(minibatch)
     assert ahead is not None
@@ -264,7 +264,7 @@ def test_a_stream_that_is_over_before_the_position_is_refused() -> None:
 
 
 class _ByEpoch(torch.utils.data.Sampler[int]):
-    """Shuffles by its epoch alone, as torch's DistributedSampler."""
+    """Shuffles by the number of the epoch alone, as torch's DistributedSampler does."""
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch

@@ -14,7 +14,7 @@ import pytest
 import torch
 from networks import make_torchvision_importable
 
-make_torchvision_importable()  # ranks of the farm import this file alone
+make_torchvision_importable()  # a farm process imports this file without the tests
 
 import transformers  # noqa: E402
 from pipedream import Plan  # noqa: E402
@@ -23,7 +23,7 @@ from torch import Tensor  # noqa: E402
 
 __all__ = ["Trained", "assert_same", "make_trainer", "samples", "train"]
 
-NUM_LAYERS = 17  # one more than the places where the model may be cut
+NUM_LAYERS = 17  # one more than the number of places where the model may be cut
 _OPTIONS: dict[str, Any] = {
     "max_steps": 3,
     "per_device_train_batch_size": 2,
@@ -40,7 +40,7 @@ _OF_ONE_SIDE = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "pipedream")
 
 @dataclass
 class Trained:
-    """The outcome of a training as a user sees it."""
+    """A training's results, as a user sees them."""
 
     log: list[dict[str, float]]
     weights: dict[str, Tensor]
@@ -65,7 +65,7 @@ def samples(count: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 def make_trainer(folder: Path, *, is_pipeline: bool, given: dict[str, Any], **options: Any) -> Any:
-    with _without_torchrun():  # under torchrun TrainingArguments would make a process group
+    with _without_torchrun():  # under torchrun's variables TrainingArguments would make a process group
         args = transformers.TrainingArguments(str(folder), **copy.deepcopy(_OPTIONS | options))
     make = PipelineTrainer if is_pipeline else transformers.Trainer
     if is_pipeline:
@@ -81,7 +81,7 @@ def train(
     resume: Path | None = None,
     **given: Any,
 ) -> Trained:
-    """Trains in float64. given: further arguments of the trainer."""
+    """Trains in float64. `given` has further arguments for the trainer."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -1,4 +1,4 @@
-"""asked_plan.py: what the arguments plan, workers and bandwidth of a front end stand for."""
+"""Tests asked_plan.py: the meaning of a front end's arguments plan, workers and bandwidth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROFILE = Profile(tuple(LayerProfile(f"layer{i}", ms, ms, 4, 4) for i, ms in en
 
 def test_the_replicas_of_every_stage_are_planned_for_with_the_best_boundaries() -> None:
     alone = AskedPlan.of(None, 2, "10Gbit/s").make(_PROFILE, "flush", 1)
-    assert alone.workers_used == 1  # with one microbatch a second stage only waits
+    assert alone.workers_used == 1  # with one microbatch a second stage would only wait
     asked = AskedPlan.of("1-1", None, "10Gbit/s")
     plan = asked.make(_PROFILE, "flush", 1)
     assert [(stage.first_layer, stage.last_layer) for stage in plan.stages] == [(0, 0), (1, 2)]
@@ -30,7 +30,8 @@ def test_a_plan_that_leaves_workers_out_names_the_one_that_uses_all() -> None:
         "\n1 of 2 workers train, because more are not predicted to be faster: plan='1-1' uses 2"
     )
     many = AskedPlan.of(None, 8, "10Gbit/s")
-    assert "plan='1-1-1' uses 3" in many.describe(many.make(_PROFILE, "flush", 1))  # it has three layers
+    # The model has three layers.
+    assert "plan='1-1-1' uses 3" in many.describe(many.make(_PROFILE, "flush", 1))
 
 
 def test_under_torchrun_the_ranks_are_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

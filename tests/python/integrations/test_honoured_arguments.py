@@ -1,4 +1,4 @@
-"""Arguments of TrainingArguments that PipelineTrainer honours have the effect that they have in a Trainer."""
+"""Tests that arguments of TrainingArguments have the same effect in a PipelineTrainer as in a Trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipedream.integrations.transformers import PipelineTrainer  # noqa: E402
 from small_trainer import assert_same, make_trainer, train  # noqa: E402
 
 pytestmark = [
-    pytest.mark.slow,  # where transformers is installed; make test installs none
+    pytest.mark.slow,  # needs transformers, which make test does not install
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -58,7 +58,7 @@ _BEST = {
     "greater_is_better": False,
 }
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # name: (arguments whose effect is shown, others that they need)
+    # Each entry has the arguments whose effect is shown, and other arguments that these need.
     "steps": (
         {"max_steps": 2, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "seed": 1},
         {"num_train_epochs": 1},
@@ -126,7 +126,7 @@ def test_an_argument_does_what_it_does_in_the_trainer(farm: Farm, tmp_path: Path
         if name in _DEFAULTS:
             left[name] = _DEFAULTS[name]
         without = train(tmp_path / name, others | left, is_pipeline=False, **given)
-        with pytest.raises(AssertionError):  # or the case does not show the argument
+        with pytest.raises(AssertionError):  # without the argument the result must differ
             assert_same(without, expected)
 
 
@@ -146,7 +146,7 @@ def test_every_argument_is_honoured_and_shown_without_effect_or_refused() -> Non
 
 
 class _CapturedError(Exception):
-    """The arguments of a run that does not begin."""
+    """Carries the arguments of a run, in place of beginning it."""
 
 
 def _run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def test_what_workers_do_is_in_the_arguments_of_the_run(
 
 @shows("fp16", "tf32")
 def test_precisions_that_this_host_may_lack_are_taken_over() -> None:
-    """Workers take torch.backends.fp32_precision of the script, which tf32 sets (test_job.py)."""
+    """tf32 sets torch.backends.fp32_precision of the script. test_job.py tests that workers take it over."""
     assert autocast_of(SimpleNamespace(bf16=False, fp16=True)) == "float16"
     args = transformers.TrainingArguments("unused", tf32=False)
     assert args.tf32 is False
@@ -188,7 +188,8 @@ def test_precisions_that_this_host_may_lack_are_taken_over() -> None:
     *("dataloader_in_order", "dataloader_multiprocessing_context", "dataloader_pin_memory"),
 )
 def test_workers_load_data_as_the_arguments_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # pinned memory is left out without
+    # Without a GPU there would be no pinned memory.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     given = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True, "in_order": False}
     options = {f"dataloader_{name}": value for name, value in given.items()}
     options |= {"dataloader_multiprocessing_context": "spawn", "dataloader_pin_memory": False}
@@ -217,11 +218,12 @@ def test_the_parts_of_a_trainer_are_made_by_the_arguments(tmp_path: Path) -> Non
     assert trainer_run.loss_form(trainer).label_names == ("other",)
     shown = [type(each).__name__ for each in trainer.callback_handler.callbacks]
     assert "ProgressCallback" in shown and "PrinterCallback" not in shown
-    assert PipelineTrainer._get_train_sampler is transformers.Trainer._get_train_sampler  # reads the lengths
+    # The sampler that groups by lengths.
+    assert PipelineTrainer._get_train_sampler is transformers.Trainer._get_train_sampler
 
 
 class Telling(transformers.TrainerCallback):  # type: ignore[misc]
-    """Imitates a tracker of transformers, which reads its settings when the training begins."""
+    """Imitates a tracker of transformers, which reads its settings when training begins."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         names = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")

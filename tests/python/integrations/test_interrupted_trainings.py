@@ -1,5 +1,6 @@
-"""Ctrl-C ends a training with PipelineTrainer or fit() in the same way as one with the library's own
-trainer."""
+"""Tests that Ctrl-C ends a training with PipelineTrainer or fit() in the same way as with the library's own
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 make_torchvision_importable()
 
 pytestmark = [
-    pytest.mark.slow,  # where the libraries are installed; make test installs none
+    pytest.mark.slow,  # needs the libraries, which make test does not install
     pytest.mark.filterwarnings("ignore"),
 ]
 
 
 class _Interrupting:
-    """Batches; rank 0 gets Ctrl-C when it reads the twelfth."""
+    """Data that send Ctrl-C to rank 0 when it reads the twelfth batch."""
 
     def __init__(self, batches: list[Any], *, has_length: bool) -> None:
         self._batches = batches
@@ -74,13 +75,13 @@ def test_an_interrupted_fit_ends_as_one_of_lightning(farm: Farm, tmp_path: Path,
     pytest.importorskip("lightning")
     pytest.importorskip("torchmetrics")
     ended = farm.results(_trained_by_lightning, tmp_path, has_length=has_length, num_ranks=2)
-    assert ended[0]["steps"] == ended[1]["steps"] < 32  # an epoch has 32 batches
+    assert ended[0]["steps"] == ended[1]["steps"] < 32  # one epoch has 32 batches
     (saved,) = ended[0]["saved"]
     assert torch.load(saved, weights_only=False)["global_step"] == ended[0]["steps"] >= 1
 
 
 class _Interrupts:
-    """A collator; rank 0 gets Ctrl-C when it makes the twelfth batch."""
+    """A collator that sends Ctrl-C to rank 0 when it makes the twelfth batch."""
 
     def __init__(self) -> None:
         self._made = 0

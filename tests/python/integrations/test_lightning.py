@@ -1,4 +1,6 @@
-"""A LightningModule that `fit` trains as a pipeline equals the one that Lightning's Trainer trains."""
+"""Tests that a LightningModule trained by `fit` as a pipeline equals the one that Lightning's Trainer
+trains.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ NUM_LAYERS = 5
 
 
 class Net(L.LightningModule):
-    """Five layers, a parameter of its own, and a scheduler of the named kind."""
+    """Has five layers, a parameter of its own, and a scheduler of the named kind."""
 
     def __init__(self, scheduler: str = "step") -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class Net(L.LightningModule):
             self.layers[3] = nn.Sequential(nn.BatchNorm1d(24, momentum=None), self.layers[3])
         self.shift = nn.Parameter(torch.zeros(24))
         self.head = nn.Linear(24, 4)
-        self.train_accuracy = torchmetrics.MeanMetric()  # which counts in float32
+        self.train_accuracy = torchmetrics.MeanMetric()  # a metric that counts in float32
         self.val_accuracy = torchmetrics.classification.MulticlassAccuracy(4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -222,7 +224,7 @@ def test_fit_logs_and_trains_as_the_trainer_does(farm: Any, tmp_path: Path, case
 
 
 class Ignoring(Net):
-    """Its loss is a mean over some of the samples."""
+    """A module whose loss is a mean over some of the samples only."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -297,7 +299,7 @@ def test_a_stopped_fit_goes_on_as_the_trainer_does(farm: Any, tmp_path: Path) ->
         else:
             farm.results(by_pipeline, first, "step", ("best",), 2, num_ranks=2, max_epochs=1)
             mine = farm.results(by_pipeline, second, "step", ("best",), 2, last, num_ranks=2, max_epochs=3)
-            # Either goes on from the other's checkpoint.
+            # Each trainer continues from the other's checkpoint.
             theirs_from_mine = by_trainer(tmp_path / "third", "step", ("best",), last, max_epochs=3)
     assert_alike(mine[0], theirs)
     assert_alike(theirs_from_mine, theirs)
@@ -419,7 +421,7 @@ def test_a_plan_may_be_the_replicas_of_every_stage(farm: Any, tmp_path: Path) ->
 
 
 class Between(L.Callback):  # type: ignore[misc]
-    """Stops, or saves, after the second batch."""
+    """Stops the training, or saves, after the second batch."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path

@@ -1,5 +1,5 @@
-"""Each hook of a LightningModule is honoured, has no meaning, or is refused. So are the values that its steps
-return.
+"""Tests that each hook of a LightningModule is honoured, has no meaning, or is refused. Tests the same for
+the values that its steps return.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_a_refused_hook_is_named_before_anything_starts(hook: str) -> None:
 
 
 class Hooked(Net):
-    """Records which of its hooks are called. Has a metric that no step logs."""
+    """Records which of its hooks are called. It has a metric that no step logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_callbacks_of_the_module_are_checked(tmp_path: Path) -> None:
 
 
 class Counting(Net):
-    """A step adds to the named attribute."""
+    """A module one of whose steps adds to the named attribute."""
 
     def __init__(self, kind: str, step: str) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Counting(Net):
 
 
 class Late(Net):
-    """Its first epoch does not read the number of the step."""
+    """A module that reads the number of the step only from its second epoch on."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, 0)
@@ -200,7 +200,7 @@ def _train_late(folder: Path) -> None:
 def test_a_step_that_reads_the_number_of_the_step_in_later_epochs_is_refused(
     farm: Any, tmp_path: Path
 ) -> None:
-    # The number does not reach the stages, which once read the same number in all steps of an epoch.
+    # The stages do not get the number of the step. They would read the same number in all steps of an epoch.
     outcomes = farm.run(_train_late, tmp_path, num_ranks=2)
     assert any("reads self.global_step, which the first one did not" in str(one.error) for one in outcomes)
 
@@ -225,7 +225,7 @@ def test_a_line_tells_of_an_attribute_that_a_step_sets(
 
     monkeypatch.setattr(pipedream, "run", run)
     plan = pipedream.Plan.straight(NUM_LAYERS, 2)
-    for kind in ("last", "number"):  # no step of this name counts
+    for kind in ("last", "number"):  # with "number" no step adds to the attribute
         module = Counting(kind, "training_step" if kind == "last" else "none").double()
         with pytest.raises(InterruptedError):
             front.fit(module, *loaders(), plan=plan, **arguments(tmp_path))

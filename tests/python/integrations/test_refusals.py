@@ -1,4 +1,4 @@
-"""A front end refuses what it cannot honour in one line, before a worker starts."""
+"""Tests that a front end refuses what it cannot honour, with one line and before a worker starts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from small_trainer import make_trainer, samples  # noqa: E402
 from test_lightning import NUM_LAYERS, Net, arguments, loaders, net  # noqa: E402
 
 pytestmark = [
-    pytest.mark.slow,  # where the libraries are installed; make test installs none
+    pytest.mark.slow,  # needs the libraries, which make test does not install
     pytest.mark.filterwarnings("ignore"),
 ]
 
 
 class Logging(Net):
-    """Its training step logs the value under a name."""
+    """A module whose training step logs the value under a name."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Schedulers and callbacks that decide by a metric have the same effect in a PipelineTrainer as in a
-Trainer."""
+"""Tests schedulers and callbacks that decide by a metric: they act in a PipelineTrainer as in a Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ pytest.importorskip("accelerate")
 
 from small_trainer import assert_same, make_trainer, train  # noqa: E402
 
-pytestmark = pytest.mark.slow  # where transformers is installed; make test installs none
+pytestmark = pytest.mark.slow  # needs transformers, which make test does not install
 
 _BY_METRIC: dict[str, dict[str, Any]] = {
     "reduce_lr_on_plateau": {"patience": 0, "threshold": 0.5, "factor": 0.7},

@@ -1,4 +1,6 @@
-"""steps.py: the minibatches of a Trainer, whose losses add up as the Trainer adds them."""
+"""Tests steps.py, which makes minibatches from a Trainer's batches. Their losses must add up as in a
+Trainer.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ import torch
 from pipedream.integrations.steps import HeldOut, LossForm, Steps, joined, share_of_loss
 from torch.utils.data import DataLoader, IterableDataset
 
-_SIZES = ((2, 5), (2, 3), (2, 6), (2, 4), (1, 4))  # samples and lengths of an epoch's batches
+_SIZES = ((2, 5), (2, 3), (2, 6), (2, 4), (1, 4))  # number and length of the texts in each batch of an epoch
 
 
 def _batches() -> list[dict[str, torch.Tensor]]:
-    """With labels of which some are ignored."""
+    """Returns batches in which some labels are ignored."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for size in _SIZES:
@@ -39,7 +41,7 @@ def _in_pairs(batches: list[Any]) -> list[list[Any]]:
 
 
 def _loss(inputs: Any, targets: Any, form: LossForm) -> float:
-    """Computes the loss as a model does: a mean over items, or the sum divided by num_items_in_batch."""
+    """Computes the loss as a model does: the mean over items, or the sum divided by num_items_in_batch."""
     values = _values({**inputs, "labels": targets["labels"]})
     own = inputs["num_items_in_batch"] if form.divides_by_items else len(values)
     return float(values.sum() / own * targets["scale"])
@@ -62,9 +64,9 @@ def test_the_losses_of_a_step_add_up_as_a_trainers_do(pieces: int, divides: bool
     for step, batches in zip(_steps(form, pieces=pieces), _in_pairs(_batches()), strict=False):
         total = sum(share_of_loss(targets) * _loss(inputs, targets, form) for inputs, targets in step)
         values = [_values(batch) for batch in batches]
-        if divides:  # by the items of all
+        if divides:  # by the items of all batches
             expected = float(torch.cat(values).mean())
-        else:  # a mean of each; where items are counted the Trainer takes them for divided
+        else:  # Each batch has its own mean. If items are counted, the Trainer adds the means up.
             means = [float(each.mean()) for each in values]
             expected = sum(means) if counts else sum(means) / len(means)
         assert total == pytest.approx(expected, rel=1e-12)
@@ -78,7 +80,7 @@ def test_losses_are_added_up_where_the_form_says_so(counts: bool, is_sum: bool |
     (step, *_) = _steps(form, pieces=2)
     scale = sum(share_of_loss(targets) * float(targets["scale"]) for _, targets in step)
     adds_up = counts if is_sum is None else is_sum
-    pieces_of_batch = 2 if counts and divides else 1  # divided by all items, pieces add up
+    pieces_of_batch = 2 if counts and divides else 1  # pieces of a batch that is divided by all items add up
     assert scale == pytest.approx(pieces_of_batch * (2 if adds_up else 1))
 
 

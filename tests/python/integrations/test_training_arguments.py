@@ -1,4 +1,4 @@
-"""training_arguments.py: an argument that a pipeline cannot honour is refused by name."""
+"""Tests training_arguments.py: it refuses, by name, an argument that a pipeline cannot honour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""integrations/transformers.py: one script with Trainer and with PipelineTrainer gives the same numbers."""
+"""Tests integrations/transformers.py: a script gives the same numbers with Trainer and with
+PipelineTrainer.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ pytest.importorskip("accelerate")
 from pipedream.integrations.transformers import PipelineTrainer  # noqa: E402
 from small_trainer import assert_same, train  # noqa: E402
 
-pytestmark = pytest.mark.slow  # where transformers is installed; make test installs none
+pytestmark = pytest.mark.slow  # needs transformers, which make test does not install
 
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
 _LAYERS = {
@@ -39,7 +41,7 @@ _LAYERS = {
     "masked": 28,
     "answers": 25,
     "images": 20,
-}  # where the models may be cut, and one more
+}  # one more than the number of places where each model may be cut
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def _model(kind: str) -> Any:
 
 
 def _samples(kind: str, count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Texts of 3 to 11 tokens; labels of the first two are ignored in the longer ones."""
+    """Returns texts of 3 to 11 tokens. In the longer ones the labels of the first two tokens are ignored."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "images":
         images = torch.randn(count, 1, 8, 8, generator=generator)
@@ -152,7 +154,7 @@ def _trainer(kind: str, folder: Path, plan: Plan | None, given: dict[str, Any], 
 
 
 def _log(trainer: Any) -> list[dict[str, float]]:
-    """Without times, and without the summary of the training."""
+    """Returns the log without times, and without the summary of the training."""
     timed = ("time", "per_second")
     return [
         {name: value for name, value in entry.items() if not name.endswith(timed)}
@@ -326,7 +328,7 @@ def test_a_batch_is_as_large_on_several_gpus(tmp_path: Path) -> None:
         str(tmp_path), per_device_train_batch_size=3, use_cpu=True, report_to="none"
     )
     assert args.device == torch.device("cpu")
-    args._n_gpu = 4  # as torch counts them
+    args._n_gpu = 4  # imitates four GPUs
     trainer = PipelineTrainer(model=_model("llama"), args=args, workers=2)
     assert trainer._train_batch_size == 3
 

@@ -1,5 +1,6 @@
-"""Tests whole_optimizer.py: the optimizers and schedulers of all stages together make the steps of one for
-the whole model."""
+"""Tests whole_optimizer.py: the optimizers and schedulers of all stages together act like one of the whole
+model.
+"""
 
 from __future__ import annotations
 

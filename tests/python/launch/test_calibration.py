@@ -1,5 +1,5 @@
-"""Calibration recovers known costs of the runtime from spans of short runs. It refuses runs that tell
-nothing.
+"""Tests that calibration recovers known costs of the runtime from the spans of short runs. It refuses runs
+that tell nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _spans(
     begin_ns: int = 0,
     wait_ms: float = 1.0,
 ) -> list[WorkSpan]:
-    """Spans of 20 minibatches; the first forward of each has waited."""
+    """Returns spans of 20 minibatches. The first forward of each minibatch comes after a wait."""
     spans, now_ns = [], begin_ns
     for minibatch in range(20):
         items = [(kind, part) for part in range(m) for kind in ("FORWARD", "BACKWARD")] + [("UPDATE", 0)]
@@ -62,8 +62,9 @@ def _results(*spans: list[WorkSpan]) -> list[RunResult]:
 
 
 def _known_runs(**changes: Any) -> Runs:
-    """Returns runs with known costs. A step costs 0.1 ms and 0.2 ms per MiB, and a copy 0.3 ms more per MiB.
-    Layers take three times as long as in the profile."""
+    """Returns runs with known costs. A step costs 0.1 ms, and 0.2 ms per MiB. A copy costs 0.3 ms more per
+    MiB. Layers take three times as long as in the profile.
+    """
     runs = Runs(
         one=_results(_spans(0, 1, 3.0, 6.0, 0.5)),
         straight=_results(_spans(0, 1, 3.0, 6.0, 0.6), _spans(1, 1, 3.0, 6.0, 0.3)),
@@ -80,9 +81,10 @@ def test_known_costs_are_recovered_from_spans() -> None:
     for name in ("first", "middle", "last"):
         assert costs.positions[name].forward_scale == pytest.approx(3.0, rel=1e-3)
         assert costs.positions[name].backward_scale == pytest.approx(3.0, rel=1e-3)
-    assert costs.positions["only"].forward_scale == pytest.approx(1.5, rel=1e-3)  # 3 ms, of both layers
+    # One worker has both layers and takes 3 ms.
+    assert costs.positions["only"].forward_scale == pytest.approx(1.5, rel=1e-3)
     # A whole forward takes 3 ms. The first of four microbatches takes 1.75 ms, and each later one 1.5 ms. So
-    # 5/3 ms of the 3 ms are divided among microbatches.
+    # 5/3 ms of the 3 ms scale with the size of a microbatch, and the rest does not.
     assert costs.forward_share.first_ms == pytest.approx(4 / 9, rel=1e-3)
     assert costs.forward_share.later_ms == pytest.approx((1.5 - 5 / 12) / 3, rel=1e-3)
     assert costs.forward_share.minibatch_ms == pytest.approx(5 / 9, rel=1e-3)
@@ -128,7 +130,7 @@ def test_items_that_were_done_alone_count_as_beside_the_others() -> None:
 
 
 def test_what_waiting_costs_is_told_apart_from_what_items_take() -> None:
-    # After a wait, each item takes longer by half of the time of a whole minibatch.
+    # After a wait, an item takes longer by half of a whole minibatch's time.
     waits = {"wait_ms": 2.0}
     changes = {
         "straight": _results(*(_spans(stage, 1, 3.0, 6.0, 0.5, wait_ms=0.0) for stage in range(2))),
@@ -184,8 +186,7 @@ def test_what_long_waits_cost_is_seen_after_a_pause() -> None:
 
 
 def test_each_number_of_microbatches_that_was_measured_counts_as_it_was() -> None:
-    # Half of a minibatch takes as long as a whole one, as if the library had no fast kernel for the shape of
-    # the half.
+    # Half of a minibatch takes as long as a whole one, as if the library had no fast kernel for its shape.
     cut = {
         m: _results(*(_spans(stage, m, forward_ms, 1.5, 0.3) for stage in range(2)))
         for m, forward_ms in ((2, 3.0), (4, 1.0))
@@ -205,9 +206,9 @@ def test_latency_is_of_items_that_were_waited_for_alone() -> None:
     for minibatch in range(10):
         begin_ns = 100_000_000 * minibatch
         forward = WorkSpan("FORWARD", 0, minibatch, 0, begin_ns, begin_ns, begin_ns + 50_000, 0, 50_000)
-        sent_ns = begin_ns + 60_000  # where the next item is asked for
+        sent_ns = begin_ns + 60_000  # the sender asks for its next item
         sender += [forward, WorkSpan("UPDATE", 0, minibatch, 0, sent_ns, sent_ns, sent_ns + 1, 0, 1)]
-        # Every other minibatch arrived long before the receiver asked for it.
+        # The activations of every other minibatch arrived long before the receiver asked for them.
         asked_ns = begin_ns + (0 if minibatch % 2 else 9_000_000)
         wait_ns = 100_000 if minibatch % 2 else 1_000
         ready_ns = asked_ns + wait_ns
@@ -218,7 +219,7 @@ def test_latency_is_of_items_that_were_waited_for_alone() -> None:
 
 
 def _first_data(monkeypatch: pytest.MonkeyPatch, profile: Profile, data: list[Any]) -> list[Any]:
-    """The data that calibrate() gives to its first run."""
+    """Returns the data that calibrate() gives to its first run."""
 
     class StoppedError(Exception):
         pass
@@ -235,8 +236,9 @@ def _first_data(monkeypatch: pytest.MonkeyPatch, profile: Profile, data: list[An
 
 
 def test_batches_of_another_size_than_the_profile_s_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short last batch has fewer samples than the calibration has microbatches. It must not end the
-    calibration."""
+    """A short last batch may have fewer samples than the calibration has microbatches. The calibration must
+    leave it out.
+    """
     whole, short = ((torch.ones(count, 1), torch.ones(count, 1)) for count in (8, 1))
     for data, size in (([whole, whole, short], 8), ([short], 1)):
         given = _first_data(monkeypatch, _PROFILE, data)
@@ -254,7 +256,7 @@ def test_a_calibration_without_a_number_of_minibatches_takes_half_a_second_of_ea
 
 
 def test_runs_that_were_slow_or_fast_by_chance_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those with pauses are of a loss that is late."""
+    """Runs with pauses use a loss that returns late."""
     numbers = itertools.count()
     losses: list[Any] = []
 
@@ -279,7 +281,8 @@ def test_runs_that_were_slow_or_fast_by_chance_do_not_count(monkeypatch: pytest.
 
     runs = runs_with(nn.functional.mse_loss)
     of_a_round = [results[0] for results in (runs.one, runs.straight, runs.in_turn, runs.rested)]
-    assert [result.measured_ms for result in of_a_round] == [7.0, 8.0, 9.0, 10.0]  # the second round's
+    # Each result is that of the second round.
+    assert [result.measured_ms for result in of_a_round] == [7.0, 8.0, 9.0, 10.0]
     assert {len(results) for results in (runs.one, *runs.cut.values(), runs.shared, runs.rested)} == {2}
     paused = [row for row in losses if row[0] is not nn.functional.mse_loss]
     assert [count for _, count in paused] == [150] * 4
@@ -290,7 +293,7 @@ def test_runs_that_were_slow_or_fast_by_chance_do_not_count(monkeypatch: pytest.
     losses.clear()
     runs_with(None)
     late = next(loss for loss, _ in losses if loss is not None)
-    assert late(torch.tensor(3.0), None) == 3.0  # the model's own
+    assert late(torch.tensor(3.0), None) == 3.0  # the late loss returns the model's own value
 
 
 @pytest.mark.slow

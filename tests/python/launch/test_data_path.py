@@ -1,5 +1,5 @@
-"""The data of run() pass through few files until the training loop takes them. docs/inside-a-run.md names
-these files.
+"""Tests that the data of run() pass through few files until the training loop takes them.
+docs/inside-a-run.md names these files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CARRIERS = re.compile(r"DataStream|MinibatchStream|MinibatchSource|BatchReader|
 
 
 def _named(heading: str) -> list[set[str]]:
-    """The files of the tables below a heading, table by table."""
+    """Returns the files in the tables below a heading, table by table."""
     text = (_TOP / "docs" / "inside-a-run.md").read_text(encoding="utf-8")
     section = re.split(r"^## ", text[text.index(f"## {heading}\n") + 3 :], flags=re.MULTILINE)[0]
     tables = re.split(r"^\| file \|.*$", section, flags=re.MULTILINE)[1:]
@@ -44,5 +44,5 @@ def test_data_go_through_at_most_twelve_files_from_run_to_the_loop() -> None:
     on_the_way, looking_on = _named("The way of the data")
     assert len(on_the_way) <= 12
     assert not on_the_way & looking_on
-    # local_worker.py is added by hand: it gets the data from a file, not as an argument.
+    # local_worker.py is added here, because it gets the data from a file and not as an argument.
     assert {*_files_that_take_data(), "worker/local_worker.py"} == on_the_way | looking_on

@@ -1,4 +1,6 @@
-"""Options that exclude each other: each row of the table is refused everywhere, and no other pair is."""
+"""Tests options that exclude each other. Each row of the table is refused everywhere, and no other
+pair is.
+"""
 
 from __future__ import annotations
 
@@ -138,16 +140,18 @@ def _merged(*parts: Arguments) -> Arguments | None:
 
 
 def _asked(names: Sequence[str], among: Mapping[str, Arguments]) -> Arguments | None:
-    """None where two want another value of the same argument."""
+    """Merges the arguments that stand for these traits. Returns None if two of them need different values of
+    one argument.
+    """
     if {*names} == {"asp", "reduced"}:
         return {"sync": "asp", "sync_every": 2}
-    # Without it another row is refused first.
+    # A staleness needs sync="ssp". Otherwise another row of the table is refused first.
     needed = {"sync": "ssp"} if "staleness" in names and "not_ssp" not in names else {}
     return _merged(needed, *(among[name] for name in names))
 
 
 class _Refusals:
-    """The texts of refusals, None where a job is taken."""
+    """The texts with which jobs are refused; None for a job that is accepted."""
 
     def __init__(self, folder: Path, launched: list[Any]) -> None:
         self._folder = folder
@@ -198,7 +202,9 @@ def refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Refusals:
 
 
 def _assert_rows_are_refused(refused: Callable[..., str | None], names: Collection[str]) -> int:
-    """Returns how many can be asked for."""
+    """Asserts that each row is refused with its own text. Returns how many rows these arguments can
+    express.
+    """
     texts = [
         (row, text)
         for row in _ROWS
@@ -213,7 +219,7 @@ def _assert_rows_are_refused(refused: Callable[..., str | None], names: Collecti
 def _others_than_rows(refused: Callable[..., str | None], names: Collection[str]) -> list[str]:
     """Returns the errors of pairs of options that no row of the table explains.
 
-    Left out are traits that every job here has, and options that are refused even without another option.
+    Traits that every job here has are left out, and so are options that are refused even alone.
     """
     known = [f": {row.because}; {row.remedy}" for row in _ROWS]
     alone = [name for name in names if name not in _ALWAYS and refused(name) is None]
@@ -236,7 +242,8 @@ def test_the_reference_refuses_each_row(refusals: _Refusals) -> None:
 
 
 def test_the_reference_refuses_no_other_pair(refusals: _Refusals) -> None:
-    names = [name for name in _ASKED_OF_REFERENCE if name != "asp"]  # which needs the order of updates
+    # "asp" cannot be computed without an order of updates.
+    names = [name for name in _ASKED_OF_REFERENCE if name != "asp"]
     assert not _others_than_rows(refusals.of_reference, names)
 
 

@@ -1,5 +1,6 @@
-"""Tests first_loss.py: a caller notices that its workers train another model than its own. It raises no false
-alarm."""
+"""Tests first_loss.py: a caller notices that its workers train another model than its own, and raises no
+false alarm.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class Shift(nn.Module):
-    """Adds what another process would not."""
+    """Adds a number, but not in the caller's process."""
 
     def __init__(self, size: float) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class _Doubling(torch.autograd.Function):
 
 
 class Doubling(nn.Module):
-    """Has another gradient in another process."""
+    """Doubles its gradient in every process but the caller's."""
 
     def forward(self, value: Tensor) -> Tensor:
         result: Tensor = _Doubling.apply(value)  # type: ignore[no-untyped-call]
@@ -57,7 +58,7 @@ class InFloat32(nn.Module):
 
 
 class Normalised(nn.Module):
-    """A module with batch norm that is cut by its forward."""
+    """A module with batch norm that is cut along its forward."""
 
     def __init__(self, *between: nn.Module) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def _run(model: nn.Module, *, dtype: torch.dtype = torch.float32, **options: Any
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[FirstLoss]:
-    """The comparison of each run. Gradients are compared too."""
+    """Returns the comparison of each run, which here compares gradients too."""
     found: list[FirstLoss] = []
 
     class Kept(FirstLoss):
@@ -168,7 +169,7 @@ def test_what_may_differ_is_not_compared(
 
 
 class ReadElsewhere:
-    """Data of which another process has others."""
+    """Data that differ in another process."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         factor = 1 + (multiprocessing.parent_process() is not None)

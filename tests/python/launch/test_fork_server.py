@@ -1,5 +1,6 @@
-"""Tests fork_server.py: the state that a new process takes over from the process that asked for it, and whose
-child the new process is."""
+"""Tests fork_server.py: the state that a new process gets from the process that asked for it, and which
+process is its parent.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from pipedream.launch import fork_server
 from pipedream.launch.fork_server import Process, start_server
 from pipedream.worker.local_worker import _forked_children_die_with_this_process
 
-_BOUND_S = 60.0  # of what takes milliseconds on a machine that is not busy
+_BOUND_S = 60.0  # bounds what takes milliseconds on an idle machine
 
 
 def _tell(connection: Connection, function: Callable[..., Any], *args: Any) -> None:
@@ -34,7 +35,7 @@ def _tell(connection: Connection, function: Callable[..., Any], *args: Any) -> N
 
 
 def _found(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
-    """Returns the function's value, computed in a process of its own."""
+    """Returns the function's value, computed in a new process."""
     here, there = multiprocessing.Pipe()
     process = Process(target=_tell, args=(there, function, *args), environment=environment)
     process.start()
@@ -100,8 +101,9 @@ _OF_A_JOB = (
 
 
 def _exit_codes_of_children() -> tuple[int | None, int]:
-    """Returns the exit codes of a process that multiprocessing has terminated and of a program that ends
-    itself by a signal."""
+    """Returns two exit codes: of a process that multiprocessing has terminated, and of a program that ends
+    itself by a signal.
+    """
     for number in _OF_A_JOB:
         os.kill(os.getpid(), number)
     child = multiprocessing.get_context("fork").Process(target=signal.pause)
@@ -112,10 +114,10 @@ def _exit_codes_of_children() -> tuple[int | None, int]:
 
 
 def test_what_a_batch_system_sends_to_all_processes_ends_neither_server_nor_worker() -> None:
-    # By SIGUSR1 Slurm announces that the time is nearly over. The signal must not kill the workers.
+    # Slurm sends SIGUSR1 to say that the time is nearly over. The signal must not kill the workers.
     fork_server._close_server()
     server_pid = _server_pid()
-    os.kill(server_pid, signal.SIGUSR1)  # while it starts
+    os.kill(server_pid, signal.SIGUSR1)  # while the server starts
     assert _found(_exit_codes_of_children) == (-signal.SIGTERM, -signal.SIGUSR1)
     for number in _OF_A_JOB:
         os.kill(server_pid, number)
@@ -132,7 +134,7 @@ def test_a_variable_that_libraries_read_when_they_are_loaded_takes_another_serve
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server_pid = _server_pid()
-    monkeypatch.setenv("TORCH_OF_ANOTHER_RUN", "1")  # the least that starts with such a name
+    monkeypatch.setenv("TORCH_OF_ANOTHER_RUN", "1")  # stands for any variable that begins with TORCH_
     assert _server_pid() != server_pid
     assert not psutil.pid_exists(server_pid)
     monkeypatch.undo()
@@ -158,7 +160,7 @@ def test_a_server_that_was_killed_is_replaced_by_one_that_imports_what_it_was_to
 def test_a_server_has_the_compiler_from_the_first_process_of_a_caller_that_has_it_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The import of the compiler takes a second or two. It is needed only for torch's own optimizers.
+    # The import of the compiler takes a second or two, and only torch's own optimizers need it.
     fork_server._close_server()
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     assert _found(_parent_and_compiler) == (os.getpid(), False)
@@ -184,25 +186,26 @@ def test_a_server_imports_the_compiler_for_later_only_where_no_fork_waits(
         server.resume()
         return sent
 
-    with monkeypatch.context() as patch:  # both requests are there when it looks
+    with monkeypatch.context() as patch:  # the server finds both requests at once
         patch.setattr(socket, "send_fds", send_and_continue)
         server.suspend()
         start_server(compiler="if idle")
         assert _found(_parent_and_compiler) == (os.getpid(), False)
     start_server(compiler="if idle")
     deadline = time.monotonic() + _BOUND_S
-    while _unread(connection) or server.status() != psutil.STATUS_SLEEPING:  # it has looked, and imported
+    # Until the server has read the request and finished importing.
+    while _unread(connection) or server.status() != psutil.STATUS_SLEEPING:
         assert time.monotonic() < deadline
     assert _found(_parent_and_compiler) == (os.getpid(), True)
 
 
 def _unread(connection: socket.socket) -> int:
-    """Returns a number above 0 as long as the other end has not received everything."""
+    """Returns a number above 0 while the other end has not received everything."""
     return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def _fork_an_orphan(connection: Connection) -> None:
-    """The child begins to follow its parent when that has ended."""
+    """Forks a child that begins to follow its parent only after the parent has ended."""
 
     def wait_for_the_parent() -> None:
         select.select([os.pidfd_open(parent)], [], [])
@@ -257,8 +260,8 @@ elif sys.argv[1] == "killed":
 @pytest.mark.parametrize("how", ["by itself", "interrupted", "killed"])
 def test_the_server_ends_with_the_process_that_started_it(how: str) -> None:
     paths = os.pathsep.join(path for path in sys.path if path)
-    # The server inherits the pipe of this process's output. So the output ends only when the server has
-    # ended, too.
+    # The server inherits the pipe of this process's output. So the output ends only when the server has ended
+    # too.
     done = subprocess.run(
         [sys.executable, "-c", _CALLER, how],
         env=os.environ | {"PYTHONPATH": paths},
@@ -271,6 +274,6 @@ def test_the_server_ends_with_the_process_that_started_it(how: str) -> None:
     pid = int(done.stdout)
     deadline_s = time.monotonic() + _BOUND_S
     with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # whom nobody has collected
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # ended, but not collected by its parent
             assert time.monotonic() < deadline_s
             time.sleep(0.01)

@@ -1,5 +1,6 @@
-"""Tests task_files.py and launcher.py: the folder of a run, the files in it for workers, the messages that
-workers get by other means, and the removal of folders that killed callers have left."""
+"""Tests task_files.py and launcher.py: the folder of a run and the files in it for workers, the messages that
+workers get by other means, and the removal of folders that killed callers have left.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class _TiedPair(nn.Module):
 
 
 class _Device:
-    """Stands in for a GPU: every storage seems to be on it, except copies in host memory."""
+    """Stands in for a GPU. Every storage seems to be on it, except copies in host memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[torch.UntypedStorage] = []
@@ -61,13 +62,13 @@ class _Device:
 def test_what_lies_on_a_device_is_written_as_it_is_in_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without this, the pickled tensor would name the caller's device, and every worker would make the tensor
-    # there.
+    # Without a copy in host memory the pickled tensor would name the caller's device. Every worker would then
+    # make the tensor there.
     model = _TiedPair()
     with monkeypatch.context() as patch:
         device = _Device(patch)
         write_part(tmp_path, "model", model, "")
-    assert len(device.copies) == 4  # the tied weight once
+    assert len(device.copies) == 4  # the tied weight is copied once
     rebuilt = pickle.loads((tmp_path / "model.pickle").read_bytes())
     assert rebuilt.second.weight is rebuilt.first.weight
     assert isinstance(rebuilt.first.weight, nn.Parameter)
@@ -123,7 +124,7 @@ def test_no_secret_key_is_in_a_file(monkeypatch: pytest.MonkeyPatch, forwards: b
     assert {"task.pickle", "owner"} <= files.keys()
     assert not any(_SECRET.encode() in content for content in files.values())
     (task,) = tasks
-    assert task.keys.secret == _SECRET  # by the pipe through which a process gets its arguments
+    assert task.keys.secret == _SECRET  # the keys go through the pipe by which a process gets its arguments
     assert _SECRET not in repr(task)
     assert links[0].bind_host == "127.0.0.1" and links[0].keys is None
     assert not os.path.exists(task.folder)
@@ -141,7 +142,7 @@ def test_parametrized_modules_reach_the_workers(tmp_path: Path) -> None:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of temporary files, meanwhile."""
+    """Returns the folder that stands in for the folder of temporary files."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -212,14 +213,14 @@ def test_folders_that_no_run_has_made_are_left_alone(temporary: Path, tmp_path: 
     for name in names - {"pipedream-file"}:
         (temporary / name).mkdir(mode=0o700)
     (temporary / "pipedream-file").write_text("")
-    (temporary / "pipedream-results" / "weights").write_text("mine")  # has no lock
-    (temporary / "pipedream-new" / "owner.new").write_text("")  # will have one
+    (temporary / "pipedream-results" / "weights").write_text("mine")  # has no lock file
+    (temporary / "pipedream-new" / "owner.new").write_text("")  # will have a lock file soon
     for name in ("pipedream-open", "other"):
         (temporary / name / "owner").write_text("")
     (temporary / "pipedream-open").chmod(0o755)
     elsewhere = tmp_path / "elsewhere"
     left.rename(elsewhere)
-    (temporary / "pipedream-link").symlink_to(elsewhere)  # somebody could put one there
+    (temporary / "pipedream-link").symlink_to(elsewhere)  # anyone may put a link there
     with run_folder() as folder:
         assert {path.name for path in temporary.iterdir()} == names | {"pipedream-link", folder.name}
     assert (elsewhere / "model.pickle").read_text() == "weights"

@@ -1,4 +1,4 @@
-"""run() uses the codec for which a plan was made. If it cannot or does not, it says so."""
+"""Tests that run() uses the codec for which a plan was made. If it cannot or does not, it says so."""
 
 from __future__ import annotations
 

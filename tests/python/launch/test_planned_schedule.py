@@ -1,5 +1,6 @@
-"""run(schedule="auto") uses the schedule and the number of microbatches of the plan. If it cannot or does
-not, it says so."""
+"""Tests run(schedule="auto"), which uses the schedule and the number of microbatches of the plan. If it
+cannot or does not, it says so.
+"""
 
 from __future__ import annotations
 

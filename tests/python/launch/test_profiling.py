@@ -1,4 +1,4 @@
-"""Tests profiling.py: the time at which the fork server for a later run starts."""
+"""Tests profiling.py: when the fork server for a later run starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DATA = [(torch.randn(2, 3), torch.randn(2, 3))]
 
 @pytest.fixture
 def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The steps of profile(), in order."""
+    """Returns the list to which the steps of profile() are added, in order."""
     happened: list[str] = []
 
     def start(**how: Any) -> None:
@@ -31,7 +31,7 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class _Noting(nn.Linear):
     def __init__(self, happened: list[str]) -> None:
         super().__init__(3, 3)
-        self.note = happened.append  # a list of the module's own is as it was after a profile
+        self.note = happened.append  # a list of the module itself would be restored after a profile
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         self.note("forward")

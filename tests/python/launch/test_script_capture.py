@@ -1,5 +1,6 @@
-"""Tests script_capture.py and script_state.py: a value that a script has set is found, and reaches the
-workers or is named. Whether a module belongs to the user depends on how it was installed."""
+"""Tests script_capture.py and script_state.py: a value that a script has set reaches the workers, or is named
+in a message. Whether a module belongs to the user depends on how it was installed.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _taken_over(parts: Any, folder: Path, change: Callable[[], None]) -> Any:
-    """Returns the module as a worker has it. `change` changes the caller's module after its import."""
+    """Returns the module that a worker would have. `change` changes the caller's module after its import."""
     model = parts.Layer()
     change()
     write_part(folder, "script", capture_script([model], None).state, "")
@@ -126,15 +127,16 @@ def test_modules_of_libraries_stay_as_they_are() -> None:
 
 
 class _TwoWordsError(Exception):
-    """An error that cannot be unpickled: pickle sends only its text, but its constructor needs two
-    arguments."""
+    """An error that cannot be unpickled. Its pickle has only the text, but its constructor needs two
+    arguments.
+    """
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(f"{one} {other}")
 
 
 def test_what_cannot_be_made_again_from_what_is_sent_is_named(parts: Any) -> None:
-    """A worker cannot rebuild MISSING. It must not be sent, because the worker would fail."""
+    """A worker cannot rebuild MISSING. So it must not be sent, because the worker would fail."""
     parts.MISSING = _TwoWordsError("one", "other")
     parts.CONFIG = {"rates": [1, 2], "scale": torch.ones(2), "table": np.ones(2), "of": parts.missing}
     captured = capture_script([parts.Layer()], None)
@@ -160,7 +162,9 @@ def _module(name: str, path: Path) -> types.ModuleType:
 def test_a_project_that_is_edited_in_place_is_a_library_to_scripts_of_others(
     how: str, tmp_path: Path
 ) -> None:
-    """Its state counted as what the script had set."""
+    """A project that is installed in place belongs to the user only in its own scripts. Otherwise its state
+    would count as set by the script.
+    """
     site, project = tmp_path / "site", tmp_path / "a project"
     _write(project / "pyproject.toml")
     module = _module("tool.parts", _write(project / "src" / "tool" / "parts.py"))
@@ -183,7 +187,7 @@ def test_a_folder_that_is_on_the_path_and_no_project_is_the_users(tmp_path: Path
 
 
 def test_what_is_installed_beside_the_users_files_is_told_by_its_record(tmp_path: Path) -> None:
-    """A PEX has libraries so, and `pip install --target`."""
+    """A PEX has its libraries beside the user's files, and so has `pip install --target`."""
     record = "wheel/__init__.py,sha256=x,0\nsingle.py,sha256=x,0\n"
     _write(tmp_path / "wheel-1.dist-info" / "RECORD", record)
     libraries = Libraries([str(tmp_path / "site")], [tmp_path])

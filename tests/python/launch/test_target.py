@@ -16,7 +16,7 @@ JOB = "dict(model='m', data=[1], loss_fn=len, optimizer=list)"
 
 @pytest.fixture(autouse=True)
 def clean_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Gives each test a sys.path of its own, and removes the modules that the test imported."""
+    """Gives each test its own sys.path, and removes the modules that the test imported."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     yield
@@ -46,7 +46,7 @@ def test_target_file_finds_its_neighbours_and_its_classes_their_module(tmp_path:
         "def make():\n    return SimpleNamespace(model=Model(), data=[1], loss_fn=len)\n"
     )
     job = load_job("folder/two_target.py:make", needs_optimizer=False)
-    # Worker processes import the class by this name. They inherit sys.path.
+    # Worker processes inherit sys.path and import the class by this name.
     assert type(job.model).__module__ == "target_neighbour"
     assert str(folder) in sys.path
     assert job.options == {}
@@ -115,7 +115,7 @@ def test_every_argument_of_run_is_taken(tmp_path: Path) -> None:
     }
     assert {"epochs", "lr_scheduler", "microbatches", "gather"} <= set(more)
     job = load_job(_job(tmp_path, **more), needs_optimizer=True)
-    del more["loss_fn"]  # a part of its own
+    del more["loss_fn"]  # loss_fn is a part of the job, not an option
     assert job.options == more | {"optimizer": list}
 
 

@@ -1,4 +1,4 @@
-"""The address that a worker listens on."""
+"""Tests the address that a worker listens on."""
 
 from __future__ import annotations
 

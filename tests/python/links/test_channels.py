@@ -1,4 +1,4 @@
-"""The channels of a run have the same names and numbers at all its processes."""
+"""Tests that the channels of a run have the same names and numbers at all its processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_slots_for_whole_tensors_hold_a_round_and_not_the_largest_for_each(
     schedule = _core.ScheduleOptions(
         in_flight=list(plan.in_flight), placement=plan.placement, asynchronous=is_asynchronous
     )
-    # One tensor of 4096 bytes and twenty of 64.
+    # The shard has one tensor of 4096 bytes and twenty of 64.
     spec = ShardSpec(num_chunks=21, chunk_bytes_max=4096, num_pieces_max=1, whole_bytes=4096 + 20 * 64)
     shards = {(0, owner): spec for owner in range(3)}
     found = channels_of_run(plan, schedule, plan.workers_used, {}, [], None, codec={}, shards=shards)

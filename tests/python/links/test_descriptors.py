@@ -1,4 +1,4 @@
-"""descriptors.py: how many files a worker may have open, and how many its links take."""
+"""Tests descriptors.py: how many files a worker may open, and how many its links need."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _links(rank: int, num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [9, 256, 1024])
 def test_a_rank_has_no_more_links_however_many_ranks_there_are(num_ranks: int) -> None:
     # With two links to every other rank, rank 0 of 100 workers would need all of the usual 1,024 descriptors.
-    to_neighbour = 4  # activations, gradients, and a norm each way
+    to_neighbour = 4  # activations, gradients, and a norm in each direction
     assert len(_links(0, num_ranks)) == to_neighbour + 2 * 8
     for rank in (1, num_ranks // 9, num_ranks - 1):
         assert len(_links(rank, num_ranks)) <= 2 * to_neighbour + 2 * (1 + 8)

@@ -1,4 +1,4 @@
-"""Both ends agree on which workers write into whose device memory, whatever kind of device each has."""
+"""Tests that both ends agree on which workers write into whose device memory, for every kind of device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from pipedream.links.channels import RunChannel
 from pipedream.links.device_memory import ON_HOST, Reach, agree_on_device_memory, place_on_devices
 
-_DEADLINE_S = 60  # ends a deadlock; judges no speed
+_DEADLINE_S = 60  # This bound ends a test that is deadlocked. It does not judge speed.
 
 
 class _Board:
-    """A rendezvous: values as they travel, in JSON."""
+    """A rendezvous whose values travel as JSON."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -36,7 +36,7 @@ class _Board:
 
 @dataclass
 class _Device:
-    """In the place of _core.Worker."""
+    """Stands in for _core.Worker."""
 
     name: str
     on_host: bool = False

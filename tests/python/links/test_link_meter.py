@@ -1,4 +1,6 @@
-"""The meter times workers in pairs, and ends sampling once a pair's mean is known."""
+"""Tests the meter, which times workers in pairs. It ends sampling when the mean of a pair is known well
+enough.
+"""
 
 from __future__ import annotations
 

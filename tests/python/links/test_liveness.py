@@ -1,4 +1,6 @@
-"""The monitor that finds lost ranks by signs of life, which it reads in rounds, and the pulse of a worker."""
+"""Tests the monitor that finds lost ranks by their signs of life, which it reads in rounds. Also tests the
+pulse of a worker.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def _sign(count: int, phase: str = "opening links", *, peer_timeout_s: float = _
 
 
 def _observe(monitor: LivenessMonitor, signs: list[Sign], *, rank: int = 2, begin_s: float = 0.0) -> None:
-    """A round per sign, one period apart."""
+    """Gives the monitor one sign per round. Rounds are one period apart."""
     for index, sign in enumerate(signs):
         monitor.observe({rank: sign}, begin_s + index * _PERIOD_S)
 
@@ -40,7 +42,7 @@ def test_a_rank_that_goes_on_is_not_lost() -> None:
 
 def test_a_rank_that_is_silent_for_the_timeout_is_named_with_its_phase() -> None:
     monitor = LivenessMonitor(_TIMEOUT_S)
-    _observe(monitor, [_sign(7)] * 9)  # eight periods: not more than the timeout
+    _observe(monitor, [_sign(7)] * 9)  # the eight periods are not longer than the timeout
     assert monitor.describe_lost() is None
     monitor.observe({2: _sign(7)}, 9 * _PERIOD_S)
     assert monitor.describe_lost() == "rank 2 gave no sign of life for 8 s while opening links"
@@ -76,8 +78,8 @@ def test_nothing_follows_from_a_rank_that_has_not_joined() -> None:
 
 @pytest.mark.parametrize(("own_s", "theirs_s", "patience"), [(8.0, 80.0, "80 s"), (80.0, 8.0, "80 s")])
 def test_the_longer_timeout_of_the_two_holds(own_s: float, theirs_s: float, patience: str) -> None:
-    # Ranks with different timeouts must get the error about their arguments. No rank may count as lost
-    # meanwhile.
+    # Ranks with different timeouts must get the error about their arguments. So no rank may count as lost
+    # before.
     monitor = LivenessMonitor(own_s)
     for round_index in range(80):
         monitor.observe({0: _sign(1, peer_timeout_s=theirs_s)}, float(round_index))
@@ -88,8 +90,8 @@ def test_the_longer_timeout_of_the_two_holds(own_s: float, theirs_s: float, pati
 
 
 def test_a_round_that_comes_late_is_not_held_against_the_others() -> None:
-    # All ranks were stopped, for example by Ctrl-Z, and have just been continued. This rank may be the first
-    # to check.
+    # All ranks were stopped, for example by Ctrl-Z, and have just been continued. This rank is the first to
+    # check, before the others give signs.
     monitor = LivenessMonitor(_TIMEOUT_S)
     _observe(monitor, [_sign(1), _sign(2)])
     monitor.observe({2: _sign(2)}, 3600.0)
@@ -102,7 +104,7 @@ _DEADLINE_S = 60.0
 
 
 class Core:
-    """Counts pulses; `reached` is set by the fourth."""
+    """Counts pulses. The fourth one sets `reached`."""
 
     def __init__(self) -> None:
         self.num_pulses = 0
@@ -124,7 +126,7 @@ def test_the_pulse_beats_by_itself_until_it_is_stopped() -> None:
     core = Core()
     with _start(core, 0.016):
         assert core.reached.wait(_DEADLINE_S)
-    assert len(core.threads) == 2  # the first by the maker, so that no link opens without one
+    assert len(core.threads) == 2  # the caller gives the first pulse, so that no link opens without one
     assert not core.threads & {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
 
 

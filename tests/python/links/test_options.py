@@ -1,4 +1,4 @@
-"""The arguments transport, keys, bind and insecure of run() become link options."""
+"""Tests the options of links, made from run()'s arguments transport, keys, bind and insecure."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_insecure_is_logged_where_it_opens_something_and_only_there(
     with caplog.at_level(logging.WARNING):
         _links(insecure=True)
         _links(insecure=True, bind=_ELSEWHERE, keys=_KEYS)
-        monkeypatch.setenv("LOCAL_RANK", "1")  # its machine's first worker says it
+        monkeypatch.setenv("LOCAL_RANK", "1")  # only the first worker of a machine logs it
         _links(insecure=True, bind=_ELSEWHERE)
     assert not caplog.records
     monkeypatch.setenv("LOCAL_RANK", "0")

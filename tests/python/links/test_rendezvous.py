@@ -1,4 +1,4 @@
-"""Values, failures and signs of life by way of a store."""
+"""Tests values, failures and signs of life that pass through a store."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_after_its_links_are_open_a_rank_says_nothing_to_the_store(ranks: Ranks)
     one = ranks.rank(0)
     one.join(_TIMEOUT_S)
     one.leave()
-    one.raise_if_failed()  # is answered after what was set before
+    one.raise_if_failed()  # the store answers only after it has done all earlier requests
     last = ranks.store.get("run/signs of life/0")
     time.sleep(2 * _TIMEOUT_S)
     assert ranks.store.get("run/signs of life/0") == last
@@ -133,11 +133,11 @@ def test_after_its_links_are_open_a_rank_says_nothing_to_the_store(ranks: Ranks)
 def test_the_host_of_the_store_stays_until_the_others_have_heard_why(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Next the host's process ends, and the store ends with it. The other ranks must not see only a broken
-    # connection.
+    # The host's process ends next, and the store with it. The other ranks must first read why, and not only
+    # find a broken connection.
     host, other, done = (ranks.rank(rank, world_size=3, hosts=rank == 0) for rank in range(3))
     done.join(_TIMEOUT_S)
-    done.leave()  # hears by its links, never here
+    done.leave()  # this rank hears of the end by its links, never by the store
     heard: list[str] = []
 
     def hear(_: float) -> None:
@@ -146,10 +146,10 @@ def test_the_host_of_the_store_stays_until_the_others_have_heard_why(
         heard.append(str(caught.value))
 
     host.fail("a mistake")
-    monkeypatch.setattr(time, "sleep", hear)  # what it does while it stays
+    monkeypatch.setattr(time, "sleep", hear)  # sleep() is what the host does while it stays
     monkeypatch.setattr(module, "_LINGER_S", _DEADLINE_S)
     host.close()
-    assert set(heard) == {"a mistake"}  # once or twice, because nobody confirms what is set
+    assert set(heard) == {"a mistake"}  # sent once or twice, because no rank confirms it
 
 
 def test_the_host_of_the_store_does_not_stay_for_ever(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_a_store_that_does_not_answer_is_given_up_after_the_peer_timeout(ranks: 
     one.enter("agreeing on the plan")
     one._store = Silent(over)  # type: ignore[assignment]
     try:
-        for _ in range(2):  # the second time at once
+        for _ in range(2):  # the second call fails at once
             with pytest.raises(PeerLost) as caught:
                 one.wait_for(["a"], _DEADLINE_S, _no_word)
             assert str(caught.value) == (
@@ -269,7 +269,7 @@ def test_a_store_that_cannot_be_made_leaves_no_descriptor(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as listener:
         before = _num_descriptors()
         with pytest.raises(dist.DistError, match="bound to port"):
-            module._store_at(listener, "127.0.0.1", 1)  # not the listener's port: closes it
+            module._store_at(listener, "127.0.0.1", 1)  # asks for another port, so torch closes the listener
         assert _num_descriptors() == before
         monkeypatch.setattr(dist, "TCPStore", fail_at_once)
         with pytest.raises(dist.DistNetworkError, match="taken the descriptor over"):
@@ -284,14 +284,14 @@ def test_a_descriptor_that_the_store_has_closed_itself_is_not_closed_again(
 
     def fail(*_: object, master_listen_fd: int, **__: object) -> None:
         os.close(master_listen_fd)
-        reused.append(os.open(os.devnull, os.O_RDONLY))  # by some other thread
+        reused.append(os.open(os.devnull, os.O_RDONLY))  # another thread gets the closed descriptor's number
         assert reused == [master_listen_fd]
         raise dist.DistNetworkError("no memory")
 
     monkeypatch.setattr(dist, "TCPStore", fail)
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(dist.DistNetworkError):
         module._store_at(listener, "127.0.0.1", listener.getsockname()[1])
-    os.close(reused[0])  # raises when it is closed already
+    os.close(reused[0])  # raises an error if it was closed already
 
 
 def _free_port() -> int:
@@ -310,7 +310,7 @@ def test_the_store_of_rank_0_is_shared_with_a_process_group(comes_first: bool) -
     stores = [make(port) for make in (makers if comes_first else makers[::-1])]
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
-    module._hosted_at.cache_clear()  # that of the process group listens on all interfaces
+    module._hosted_at.cache_clear()  # the process group's store listens on all interfaces
 
 
 def _at(monkeypatch: pytest.MonkeyPatch, address: str, port: int, **more: str) -> None:
@@ -322,7 +322,7 @@ def _at(monkeypatch: pytest.MonkeyPatch, address: str, port: int, **more: str) -
 
 def test_rank_0_says_why_it_cannot_host_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     where = r"rank 0 cannot host the store of the run at {}:\d+ \(MASTER_ADDR and MASTER_PORT\): "
-    _at(monkeypatch, "192.0.2.251", _free_port())  # TEST-NET-1: nobody's address
+    _at(monkeypatch, "192.0.2.251", _free_port())  # 192.0.2.0/24 (TEST-NET-1) belongs to nobody
     with pytest.raises(
         PipelineError, match=where.format("192.0.2.251") + "that is no address of this machine"
     ):
@@ -345,8 +345,9 @@ def test_a_store_on_loopback_is_of_no_use_to_other_machines(monkeypatch: pytest.
 
 
 def test_a_loopback_interface_that_is_down_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container without a network has no loopback interface. There torch's store would try for more than a
-    minute."""
+    """A container without a network may have no loopback interface. torch's store would then try to connect
+    for more than a minute.
+    """
 
     def connect(*_: Any, **__: Any) -> socket.socket:
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))

@@ -52,7 +52,7 @@ def test_the_running_statistics_are_those_of_torch_over_the_whole_minibatch(
     momentum: float | None, sizes: list[int], seed: int
 ) -> None:
     norm, plain = _norm(momentum=momentum), _norm(momentum=momentum)
-    for step in range(2):  # the second step of a cumulative average weighs otherwise
+    for step in range(2):  # a cumulative average weighs its second step differently
         pieces = [piece for piece in _images(*sizes, 2, seed=seed + step) if len(piece)]
         _train(norm, pieces)
         plain(torch.cat(pieces))
@@ -61,7 +61,7 @@ def test_the_running_statistics_are_those_of_torch_over_the_whole_minibatch(
 
 
 def test_far_from_zero_the_variance_loses_no_digits() -> None:
-    # E[x^2] - E[x]^2 of float32 would have none left.
+    # In float32 E[x^2] - E[x]^2 would have no correct digit left.
     norm = nn.BatchNorm1d(_CHANNELS, momentum=1.0)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(24, _CHANNELS, generator=generator) + 4096
@@ -79,7 +79,7 @@ def test_each_microbatch_is_normalised_by_its_own_statistics() -> None:
 
 
 class _Switching(nn.Module):
-    """Switches its norm in each forward, as a frozen backbone does."""
+    """Switches its norm between training and evaluation in each forward, as a frozen backbone does."""
 
     def __init__(self, *, trains: bool) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_the_buffers_stay_as_they_are_until_the_minibatch_is_complete() -> None:
     assert not torch.equal(_buffers(norm)["running_mean"], before["running_mean"])
     assert int(_buffers(norm)["num_batches_tracked"]) == 1
     after = _buffers(norm)
-    statistics.update()  # nothing was collected since
+    statistics.update()  # nothing was collected since the last update
     for name, buffer in _buffers(norm).items():
         assert torch.equal(buffer, after[name]), name
 
@@ -165,7 +165,8 @@ def test_a_norm_that_does_not_count_in_plain_training_does_not_here(norm: nn.Mod
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpointed_norm_takes_no_second_step_in_the_backward(use_reentrant: bool) -> None:
-    # num_batches_tracked was 5 after one minibatch of 4 microbatches.
+    # Each minibatch counts once in num_batches_tracked. The forwards that the checkpoint repeats must not
+    # count.
     plain, checkpointed = _norm(), _norm()
     statistics = [MinibatchStatistics(norm) for norm in (plain, checkpointed)]
     for piece in _images(4, 3):

@@ -1,4 +1,4 @@
-"""batches.py: what a model and a loss are called with."""
+"""Tests batches.py: the arguments with which a model and a loss are called."""
 
 from __future__ import annotations
 

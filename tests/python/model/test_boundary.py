@@ -37,7 +37,7 @@ _GOOD_JSON = (
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal in structure, types, constants and tensor objects."""
+    """Returns whether structure, types and constants are equal, and the tensors are the same objects."""
     if isinstance(a, torch.Tensor):
         return a is b
     if type(a) is not type(b):
@@ -181,7 +181,7 @@ def test_a_single_tensor_is_checked_for_structure_and_gradient_too() -> None:
         boundary.flatten((torch.zeros(2),))
     with pytest.raises(ValueError, match=r"^minibatch 3: tensor 0 needs a gradient"):
         boundary.checked(torch.zeros(2, requires_grad=True), minibatch=3)
-    # Where a gradient was planned, a tensor may do without.
+    # A tensor may need no gradient, although one was planned.
     x = torch.zeros(2)
     assert Boundary.of(torch.zeros(2, requires_grad=True)).flatten(x) == [x]
 
@@ -329,7 +329,7 @@ class _Messy(nn.Module):
         self.register_buffer("missing", None)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.count = self.count + 1  # a new object, not a new content
+        self.count = self.count + 1  # makes a new object and changes no contents
         self.missing = torch.ones(1)
         random.random()
         np.random.random()
@@ -411,7 +411,7 @@ def test_boundary_input_lets_the_first_layer_work_in_place_with_right_gradients(
 
     leaf = x.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="leaf Variable"):
-        nn.ReLU(inplace=True)(leaf)  # why boundary_input exists
+        nn.ReLU(inplace=True)(leaf)  # shows why boundary_input exists
     alias = boundary_input(leaf)
     assert alias.data_ptr() == leaf.data_ptr() and not alias.is_leaf and alias._base is None
     (nn.ReLU(inplace=True)(alias) @ weight).square().sum().backward()
@@ -454,7 +454,9 @@ def test_a_loss_that_is_no_scalar_is_refused(loss: Any, error: type[Exception], 
 def test_a_tensor_crosses_in_its_own_memory_with_the_strides_that_it_has(
     shape: tuple[int, ...], dims: tuple[int, ...]
 ) -> None:
-    """The order in memory crosses with the values. Otherwise channels_last would arrive row-major."""
+    """The order of elements in memory crosses with the values. Otherwise a channels_last tensor would arrive
+    in row-major order.
+    """
     inverse = [dims.index(dim) for dim in range(4)]
     tensor = torch.randn([shape[dim] for dim in dims]).permute(inverse)
     boundary = Boundary.from_json(Boundary.of((tensor, torch.zeros(2))).to_json())

@@ -12,7 +12,7 @@ from torch import nn
 
 
 class _Doubling(nn.Linear):
-    """Does something around its forward, as checkpointing modules do."""
+    """A module that does something around its forward, as checkpointing modules do."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return 2 * super().__call__(*arguments, **keywords)
@@ -64,7 +64,7 @@ def test_modules_are_visible_by_their_first_name_but_for_those_in_compiled_ones(
 
 
 def test_a_module_whose_calls_are_seen_is_not_taken_for_a_compiled_one() -> None:
-    """Nobody saw the calls inside of it any more."""
+    """If it were taken for a compiled module, the calls of its parts would no longer be seen."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.ReLU()))
     model[1].compile(backend="eager")
     with calls_seen([model[0], model[1]], _noting([])), calls_seen([model[0]], _noting([])):

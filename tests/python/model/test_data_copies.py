@@ -1,4 +1,4 @@
-"""loader_generators.py: the generators that a DataLoader was given."""
+"""Tests loader_generators.py: the generators that a DataLoader was given."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from twins import CLASSES, WIDTH, cross_entropy
 
 _NUM_ROWS = 6
-_NUM_CHOSEN = 4  # no other dimension below is as long
+_NUM_CHOSEN = 4  # no other dimension has this length
 
 
 def _mask() -> Tensor:
@@ -68,7 +68,7 @@ def test_what_is_as_long_as_contents_say_is_known(function: Callable[[Tensor], T
         lambda x: x[_mask()].sum(),
         lambda x: torch.zeros_like(x).index_put_((_mask(),), x[_mask()]),
         lambda x: torch.zeros_like(x).index_add(0, _mask().nonzero()[:, 0], x[_mask()]),
-        # One expert gets as many tokens as there are.
+        # One expert gets as many tokens as the mask chooses.
         lambda x: torch.zeros(_NUM_CHOSEN, WIDTH).index_add(0, _mask().nonzero()[:, 0], x[_mask()]),
         lambda x: x.masked_fill(_mask()[:, None], 0.0),
         lambda x: torch.cat([x, x]),
@@ -80,7 +80,7 @@ def test_what_has_the_same_size_whatever_the_contents_is_not(function: Callable[
 
 
 class _Experts(nn.Module):
-    """Each sees the rows that the gate gives it."""
+    """Each expert gets the rows that the gate gives it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ def _forward(stages: list[Any], draws: KeyedDraws, minibatch: int, microbatch: i
     value: Any = torch.ones(3, 2)
     with draws.installed():
         for stage in stages:
-            torch.rand(5)  # whatever was drawn before
+            torch.rand(5)  # stands for any draws before the microbatch
             draws.begin(minibatch, microbatch, stage)
             value = stage(value)
 

@@ -42,7 +42,7 @@ def test_one_mode_and_evaluations_that_are_backwarded_are_fine() -> None:
     for minibatch in range(4):
         _forward(norms, norm, (minibatch, 0), {(minibatch - 1, 0)}, trains=True)
     _forward(norms, norm, (4, 0), {(3, 0)}, trains=False)
-    _forward(norms, norm, (5, 0), set(), trains=True)  # the backward of 4 is done
+    _forward(norms, norm, (5, 0), set(), trains=True)  # the backward of minibatch 4 is done
     _forward(norms, norm, (6, 0), {(5, 0)}, trains=False)
     _forward(norms, norm, (7, 0), {(6, 0)}, trains=False)
 

@@ -1,4 +1,6 @@
-"""The gradient of a fully connected layer's weight equals the product of the two factors that replace it."""
+"""Tests that the gradient of a fully connected layer's weight equals the product of the two factors that
+replace it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class _Taken:
-    """The sum of the products, by name, as they come."""
+    """Adds up the products of factors, by the name of the weight."""
 
     def __init__(self) -> None:
         self.products: dict[str, Tensor] = {}
@@ -25,7 +27,7 @@ class _Taken:
 
 
 def _run(model: nn.Module, inputs: Tensor, factored: FactoredLayers | None) -> tuple[Tensor, Tensor | None]:
-    """The output and the gradient of the inputs."""
+    """Returns the output and the gradient of the inputs."""
     torch.manual_seed(1)
     given = inputs.clone().requires_grad_(inputs.is_floating_point())
     output = model(given)
@@ -39,7 +41,7 @@ def _run(model: nn.Module, inputs: Tensor, factored: FactoredLayers | None) -> t
 
 
 class _Twice(nn.Module):
-    """A layer that is used twice, once in a checkpoint."""
+    """Uses a layer twice, once in a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,8 +76,8 @@ class _Keyword(nn.Module):
 
 
 class _Implicit(nn.Module):
-    """Computes the fixed point of a layer. Its hook, in the backward, differentiates only by the layer's
-    inputs.
+    """Computes the fixed point of a layer. Its hook in the backward differentiates with respect to the
+    layer's inputs only.
     """
 
     def __init__(self) -> None:

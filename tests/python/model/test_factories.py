@@ -67,7 +67,7 @@ def test_a_factory_that_asks_for_it_is_given_the_delay_of_its_stage() -> None:
     try_factories(stages, factory, None, "cpu", [1.5, 0.0])
     try_factories(stages, functools.partial(factory, delay=3.0), None, "cpu", [1.5, 0.0])
     assert seen == [1.5, 0.0, 3.0, 3.0]
-    try_factories(stages, _SGD, None, "cpu", [1.5, 0.0])  # does not ask
+    try_factories(stages, _SGD, None, "cpu", [1.5, 0.0])  # this factory does not ask for the delay
 
 
 def test_a_trial_gives_every_stage_with_parameters_its_own_under_their_names() -> None:
@@ -83,7 +83,7 @@ def test_a_trial_gives_every_stage_with_parameters_its_own_under_their_names() -
     assert [[name for name, _ in stage] for stage in seen] == [["weight", "bias"]] * 2
     for given, (_, own) in zip([*seen[0], *seen[1]], [*_named(first), *_named(last)], strict=True):
         assert given[1] is not own
-        # The copies share the parameters' memory, so that the trial of a large model takes none.
+        # The copies share the parameters' memory, so the trial takes no memory even for a large model.
         assert given[1].data_ptr() == own.data_ptr()
         assert given[1].stride() == own.stride()
     assert seen[0][0][1].no_weight_decay
@@ -129,13 +129,14 @@ def test_a_trial_says_nothing_where_the_parameters_are_not_yet_on_the_workers_de
         try_factories([_named()], wrong, None, "cpu")
 
 
-# The next tests call run() as users do. The functions are at the top level, because they are sent to the
-# workers.
+# ---- The next tests call run() as users do. Their functions are at the top level, so that they can be sent
+# to workers ----
 
 
 class _Counting:
-    """A factory that counts its calls, and raises an error for the second stage. The count shows that run()
-    tries a copy."""
+    """A factory that counts its calls, and raises an error for the second stage. The count stays 0, because
+    run() tries a copy.
+    """
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -195,8 +196,9 @@ class _NotDecayed(nn.Parameter):
 
 
 def test_parameter_groups_may_be_made_by_classes_and_marks_of_parameters() -> None:
-    """The optimizer must get parameters of the user's class. Plain parameters would be decayed against the
-    user's wish."""
+    """The optimizer must get parameters of the user's class. The user's code would otherwise apply weight
+    decay to this bias.
+    """
     layer = nn.Linear(3, 2)
     layer.bias = _NotDecayed(torch.zeros(2))
     layer.weight.rank = 1

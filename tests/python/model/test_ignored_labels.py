@@ -1,5 +1,6 @@
 """Tests ignored_labels.py: which minibatches it checks. tests/equivalence/test_runs_with_ignored_labels.py
-has the rest."""
+tests everything else.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 
 class _OnDevice(Tensor):
-    """A tensor that seems to be on a GPU, and counts how often somebody waits for its values."""
+    """A tensor that seems to be on a GPU. It counts how often anyone waits for its values."""
 
     num_waits = 0
 
@@ -25,7 +26,7 @@ class _OnDevice(Tensor):
 
 
 def test_labels_on_a_device_are_waited_for_a_few_times_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every minibatch waited for the device."""
+    """Only the first few minibatches may wait for the device."""
     monkeypatch.setattr(_OnDevice, "num_waits", 0)
     labels, looks = torch.arange(4).as_subclass(_OnDevice), IgnoredLabels()
     for _ in range(2 * ignored_labels._LOOKS_ON_DEVICE):
@@ -36,7 +37,7 @@ def test_labels_on_a_device_are_waited_for_a_few_times_alone(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("labels", "is_uneven"),
     [
-        ([[IGNORED, 1, 2], [IGNORED, 1, 2]], None),  # as many in each
+        ([[IGNORED, 1, 2], [IGNORED, 1, 2]], None),  # both samples have as many labels
         ([[IGNORED, 1, 2], [0, 1, 2]], (True, False)),
         ([[0, IGNORED, 2], [0, 1, 2]], (True, True)),
         ([[IGNORED, 1, 2], [0, IGNORED, 2]], (False, True)),

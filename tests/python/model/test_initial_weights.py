@@ -1,4 +1,4 @@
-"""Tests initial_weights.py: the sources of the values of a model that was made on the meta device."""
+"""Tests initial_weights.py: where the values come from if a model was made on the meta device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ State = dict[str, Tensor]
 
 
 class _Scaled(nn.Module):
-    """Sets its weights as models of Hugging Face do: the outer model sets those of its parts, some by their
-    names."""
+    """Sets its weights as models of Hugging Face do. The outer model sets the weights of its parts, some of
+    them by name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +39,9 @@ class _Scaled(nn.Module):
 
 
 class _Computed(nn.Module):
-    """Has a buffer that the constructor computes and that is not in the state_dict, and a parameter that only
-    the constructor sets."""
+    """Has a buffer that only the constructor computes and no state_dict has, and a parameter that only the
+    constructor sets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,14 +73,14 @@ def test_a_seed_gives_the_same_values_and_another_seed_others() -> None:
 def test_the_model_around_a_module_sets_its_weights_after_the_modules_own_function() -> None:
     state = _made(_Scaled, seed=1)
     assert torch.equal(state["first.bias"], torch.zeros(4))
-    assert state["second.0.bias"].abs().max() > 10  # by the Sequential's turn, after the Linear's
+    assert state["second.0.bias"].abs().max() > 10  # set by the Sequential, after the Linear has set it
     assert torch.equal(state["second.1.running_var"], torch.ones(4))
     assert int(state["second.1.num_batches_tracked"]) == 0
 
 
 @pytest.mark.parametrize("make", [_Scaled, TWINS["residual"].model])
 def test_a_tensor_gets_the_same_values_whatever_else_is_made(make: Callable[[], nn.Module]) -> None:
-    """So a stage of any plan starts with the values that the whole model would have."""
+    """A stage of any plan starts with the values that the whole model would have."""
     whole = _made(make, seed=3)
     tensors = _on_meta(make)
     for name in dict([*tensors.named_parameters(), *tensors.named_buffers()]):
@@ -107,7 +109,7 @@ def test_what_nothing_sets_is_refused_by_name() -> None:
 
 def _set_computed(module: nn.Module) -> None:
     assert isinstance(module, _Computed)
-    module.frequencies = torch.arange(3.0)  # another object in its place
+    module.frequencies = torch.arange(3.0)  # replaces the buffer by another object
     with torch.no_grad():
         module.scale.fill_(2.0)
         module.steps.zero_()

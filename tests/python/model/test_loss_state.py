@@ -42,7 +42,7 @@ def _model() -> nn.Sequential:
 
 
 def test_what_a_loss_has_kept_is_the_callers_too() -> None:
-    # Otherwise the loss would begin the next run with its initial centre and its initial count of steps.
+    # The loss must begin the next run with the centre and the count of steps that this run has left.
     stages = split(_model(), Plan.straight(3, 2))
     there, here = _Centred(), _Centred()
     centre = here.centre

@@ -44,7 +44,7 @@ def test_a_region_casts_inside_only_and_none_never() -> None:
 
 
 def test_each_region_casts_the_parameters_that_are_bound_in_it() -> None:
-    # Within a single region torch would continue to use its first cast of the parameter.
+    # In a single region torch would use its first cast of the parameter again.
     layer, values = torch.nn.Linear(1, 1, bias=False), torch.ones(1, 1)
     outputs = []
     for value in (1.0, 2.0):
@@ -55,7 +55,7 @@ def test_each_region_casts_the_parameters_that_are_bound_in_it() -> None:
 
 
 def _scales(distance: int, overflows: list[bool]) -> list[float]:
-    """In units of the initial scale."""
+    """Returns the scales in units of the initial scale."""
     scaler = LossScaler(distance)
     return [scaler.next_scale(overflowed) / _INITIAL for overflowed in overflows]
 
@@ -65,7 +65,7 @@ def test_every_overflow_halves_the_scale_where_one_minibatch_lies_between() -> N
 
 
 def test_overflows_of_minibatches_that_were_under_way_say_nothing_new() -> None:
-    # With 3 minibatches in flight, two more of them used the scale that was too large.
+    # 3 minibatches are in flight, so two more of them used the scale that was too large.
     assert _scales(3, [False, True, True, True, True, False]) == [1, 0.5, 0.5, 0.5, 0.25, 0.25]
 
 
@@ -78,7 +78,7 @@ def test_the_scale_grows_after_as_long_as_torchs_without_an_overflow() -> None:
     assert torch.amp.GradScaler("cpu", enabled=True).get_growth_interval() == interval
     assert torch.amp.GradScaler("cpu", enabled=True).get_scale() == _INITIAL
     scales = _scales(1, [False] * (2 * interval + 1))
-    # Minibatch number `interval` is the first after `interval` minibatches without an overflow.
+    # Minibatch `interval` is the first one that comes after `interval` minibatches without an overflow.
     assert (scales[0], scales[interval - 1], scales[interval], scales[2 * interval]) == (1, 1, 2, 4)
     after_overflow = _scales(1, [False] * 10 + [True] + [False] * interval)
     assert (after_overflow[10], after_overflow[-2], after_overflow[-1]) == (0.5, 0.5, 1)

@@ -1,5 +1,6 @@
-"""Cuts networks of transformers and torchvision, with dropout, at all places at once. They compute the same
-as without cuts. Skipped if the libraries are not installed; twins.py has models with the same difficulties.
+"""Cuts networks of transformers and torchvision, with dropout, at all places at once. They must compute the
+same as without cuts. The tests are skipped if the libraries are not installed. twins.py has models with
+the same difficulties.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pipedream.model.batches import parts_of
 from pipedream.splitting.cut_model import CutModel, cut_model
 from pipedream.splitting.split_check import check_cuts
 
-# Places at which a cut must be possible: the ends of blocks, where a user would cut.
+# These are places at which a cut must be possible: the ends of blocks, where a user would cut.
 _ENDS = {
     "gpt2": "transformer.h.0",
     "llama": "model.layers.0",

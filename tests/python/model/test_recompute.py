@@ -16,7 +16,7 @@ def test_a_replay_draws_what_came_after_the_capture_and_then_goes_on_as_before()
     state = TorchState.capture()
     first = torch.rand(4)
     between = torch.get_rng_state()
-    for _ in range(2):  # any number of times
+    for _ in range(2):  # a replay can be repeated
         with state.replayed():
             assert torch.equal(torch.rand(4), first)
             torch.rand(100)
@@ -70,7 +70,7 @@ class _Counts(nn.Module):
 def test_buffers_are_afterwards_the_very_tensors_that_they_were_untouched(fails: bool) -> None:
     layer = _Counts()
     before = dict(layer._buffers)
-    # The repeated forward works on the buffers' earlier contents, so that it computes the same again.
+    # The repeated forward starts from the buffers' earlier contents, so it computes the same again.
     try:
         with buffers_replayed(nn.Sequential(nn.Identity(), layer), []):
             assert layer(torch.zeros(1)).item() == 2
@@ -110,7 +110,7 @@ def test_a_forward_done_again_reads_the_buffers_that_the_first_one_read() -> Non
     for value, first, buffers in zip(inputs, firsts, kept, strict=True):
         with buffers_replayed(stage, buffers):
             assert torch.equal(stage(value), first)
-        with buffers_replayed(stage, []):  # as they are now: another function
+        with buffers_replayed(stage, []):  # with the buffers' present contents the function is another one
             assert not torch.equal(stage(value), first) or value is inputs[-1]
     for name, buffer in stage.named_buffers():
         assert torch.equal(buffer, after[name])

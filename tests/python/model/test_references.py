@@ -31,7 +31,7 @@ class _Slotted:
 
 
 class _Keeps(nn.Module):
-    """A layer that keeps something besides its parameter."""
+    """A layer that keeps another object besides its parameter."""
 
     def __init__(self, keep: Any) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_a_search_runs_none_of_the_users_code(keep: Any) -> None:
 
 
 def test_the_words_of_a_vocabulary_are_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A search through every word of a dict of 200,000 words takes 5 s, and a run makes several searches.
+    # A search through a dict of 200,000 words would take 5 s, and a run makes several searches.
     made = []
     monkeypatch.setattr(references, "Place", _noting(references.Place, made))
     words = [f"word {i}" for i in range(100)]
@@ -252,8 +252,8 @@ def test_a_loss_with_nothing_to_train_is_taken(loss_fn: Any) -> None:
 
 
 def test_a_class_is_no_loss() -> None:
-    # The class itself also accepts two arguments. It would fail at the first minibatch, with an unclear error
-    # of torch.
+    # The class itself accepts two arguments, too. Without the check it would fail at the first minibatch,
+    # with an unclear error of torch.
     with pytest.raises(
         TypeError, match=r"^loss_fn is the class MSELoss: make a loss of it, as MSELoss\(\) does$"
     ):

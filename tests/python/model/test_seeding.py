@@ -1,4 +1,4 @@
-"""seeding.py: the generators from which a run draws."""
+"""Tests seeding.py: the generators from which a run draws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipedream.model.seeding import (
     update_seed,
 )
 
-# base_seed(0), draws_seed(base), data_seed(base).
+# These are base_seed(0), draws_seed(base) and data_seed(base).
 PINNED_SEEDS = (439447896215772966, 2713569199408562941, 9132376182267266863)
 
 
@@ -54,10 +54,10 @@ def test_base_seed_without_seed_follows_torch_state_and_draws_nothing() -> None:
     base = base_seed(None)
     drawn = _draw()
     state.restore()
-    assert _draw() == drawn  # nothing was consumed
-    assert base_seed(None) != base  # the state has moved on
+    assert _draw() == drawn  # base_seed() drew nothing
+    assert base_seed(None) != base  # the draw before has changed torch's state
     torch.manual_seed(11)
-    random.seed()  # what torch.manual_seed does not set does not count
+    random.seed()  # generators that torch.manual_seed does not set do not count
     assert base_seed(None) == base
 
 
@@ -93,7 +93,8 @@ def test_a_stream_continues_where_it_was_left_and_leaves_the_outside_alone() -> 
         with stream:
             inside.append(torch.rand(()))
         outside.append(torch.rand(()))
-    # On some devices single draws give other numbers than one draw of a vector. On the CPU they are equal.
+    # On the CPU four single draws give the same numbers as one draw of a vector. This does not hold on every
+    # device.
     assert torch.equal(torch.stack(inside), expected_inside)
     assert torch.equal(torch.stack(outside), expected_outside)
 

@@ -1,5 +1,6 @@
-"""Tests stage_calls.py: a training, a rehearsal and the layer sweep compute the same as the stage's
-layers."""
+"""Tests stage_calls.py: a training, a rehearsal and the sweep that times layers compute the same as the
+stage's layers.
+"""
 
 from __future__ import annotations
 

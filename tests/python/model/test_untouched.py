@@ -23,8 +23,9 @@ def _num_hooks(model: nn.Module) -> int:
 
 
 def test_hooks_that_a_forward_installs_are_gone_and_those_before_stay() -> None:
-    """If the hooks stayed, but the flag that says so were restored, the next forward would install the hooks
-    again. A Mixtral whose router logits they collect would then have every value twice."""
+    """Hooks of a forward must go together with the flag that says that they exist. Otherwise the next forward
+    would install them again, and a Mixtral would collect all router logits twice.
+    """
     twin = TWINS["routed"]
     model, (inputs, _) = twin.model(), twin.data(1)[0]
     seen: list[str] = []
@@ -64,7 +65,7 @@ class _Recent(list[Tensor]):
 
 
 class _Remembers(nn.Module):
-    """Remembers its minibatches in every kind of attribute. Its output depends on all of them."""
+    """Remembers its minibatches in every kind of attribute. Its output depends on all of these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,8 +120,9 @@ class _Remembers(nn.Module):
 
 
 def test_what_a_forward_remembers_in_attributes_is_as_it_was() -> None:
-    """Once only numbers and flags were restored. So when the training began, a hidden state, a memory bank or
-    a list had already seen the first minibatch twice or more."""
+    """Numbers, flags, a hidden state, a memory bank and a list are all restored. Otherwise the training would
+    begin with a module that has seen the first minibatch.
+    """
     model, fresh, inputs = _Remembers(), _Remembers(), torch.ones(4, 2)
     for _ in range(2):
         bank, history = model.bank, model.history
@@ -189,14 +191,14 @@ class _CountsInGlobals(nn.Module):
 
 
 def test_what_code_counts_in_global_names_is_as_it_was() -> None:
-    """A loss may grow with `global step`. The trace and the rehearsal must not count as steps."""
+    """A loss may count its steps by `global step`. The trace and the rehearsal must not count as steps."""
     model, value = _CountsInGlobals(), torch.ones(2)
     with untouched([model], _counting_loss):
         for _ in range(2):
             _counting_loss(model(value), value)
         assert _steps == 4
     assert (_steps, _mean, _counts) == (0, None, {"losses": 0})
-    assert _loaded == ["a table"]  # it would only be loaded again
+    assert _loaded == ["a table"]  # stays, because it would only be loaded again
 
 
 @dataclass(slots=True)
@@ -226,11 +228,12 @@ class _CountsInObjects(nn.Module):
 
 
 def test_what_code_counts_in_global_objects_is_as_it_was() -> None:
-    """Trial runs must not change counts in objects and lists."""
+    """Trial runs must not change counts in global objects and lists."""
     model, value = _CountsInObjects(), torch.ones(2)
     with untouched([model]):
         assert model(model(value)).tolist() == [4.0, 4.0]
         assert _CountsInObjects.steps == 2
     assert (_list, _log, _tally, _tensor.item()) == ([0], [0.5], {"a": 1}, 0)
     assert (_state.steps, _space.steps, _CountsInObjects.steps) == (0, 0, 0)
-    assert _queue.unfinished_tasks == 2 and len(_loaded_names) == 2  # of a library, and what is loaded once
+    # Not restored: a library's queue, and names that are loaded once.
+    assert _queue.unfinished_tasks == 2 and len(_loaded_names) == 2

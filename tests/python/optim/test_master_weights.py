@@ -1,5 +1,6 @@
-"""Compares native optimizers and MasterWeights, with float32 masters of bfloat16 parameters, with the same
-steps written out by hand."""
+"""Compares native optimizers and MasterWeights with the same steps written out by hand. Parameters are
+bfloat16 with float32 masters.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": functools.partial(optim.Adam, amsgrad=True),
     "AdamW": optim.AdamW,
     "NAdamW": optim.NAdamW,
-    "torch's Adagrad": functools.partial(optim.MasterWeights, torch.optim.Adagrad),  # has state at once
+    # Has state before its first step.
+    "torch's Adagrad": functools.partial(optim.MasterWeights, torch.optim.Adagrad),
     "torch's RMSprop": functools.partial(optim.MasterWeights, torch.optim.RMSprop, momentum=0.9),
     "torch's AdamW, fused": functools.partial(optim.MasterWeights, torch.optim.AdamW, fused=True),
 }
 
 
 def _parameters(dtype: torch.dtype = _NARROW) -> list[nn.Parameter]:
-    """Returns parameters. One has another order in memory than its dimensions have, and one is always
-    float32."""
+    """Returns parameters. One of them is channels_last, and one is always float32."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator).to(_NARROW) for shape in ((1000,), (7,), (4, 3, 2, 2))]
     drawn[2] = drawn[2].contiguous(memory_format=torch.channels_last)
@@ -72,7 +73,7 @@ def test_a_step_is_that_of_float32_copies_rounded(name: str) -> None:
 
 @pytest.mark.parametrize("name", _MAKERS)
 def test_saved_state_goes_on_to_the_last_bit(name: str) -> None:
-    """torch's own load_state_dict would round masters and moments to bfloat16."""
+    """Masters and moments stay float32. torch's own load_state_dict would round them to bfloat16."""
     parameters = _parameters()
     optimizer = _MAKERS[name](parameters, lr=0.05)
     _steps(optimizer, parameters, range(5))
@@ -114,7 +115,7 @@ def test_a_parameter_without_gradient_stays() -> None:
 
 
 def test_small_steps_add_up_in_the_master_alone() -> None:
-    """A step of 1e-4 does not change a bfloat16 weight of 1."""
+    """A step of 1e-4 does not change a weight of 1 in bfloat16."""
     weights = [nn.Parameter(torch.ones(1, dtype=_NARROW)) for _ in range(3)]
     optimizers: list[torch.optim.Optimizer] = [
         optim.SGD(weights[:1], lr=1e-4),
@@ -144,7 +145,9 @@ def test_groups_and_names_go_to_the_other_optimizer() -> None:
 
 
 def test_making_one_takes_no_memory_for_masters() -> None:
-    """A caller of local workers makes the optimizers of all stages once, to try them."""
+    """run() tries the optimizers of all stages in the caller's process, where masters would need too much
+    memory.
+    """
     parameter = nn.Parameter(torch.ones(1, dtype=_NARROW).expand(1 << 40))
     optimizer = optim.MasterWeights(torch.optim.AdamW, [parameter], lr=0.1)
     assert not optimizer.state

@@ -1,5 +1,6 @@
-"""Tests Muon: two optimizers that work as one, with one learning-rate schedule, one state and one list of
-parameters."""
+"""Tests Muon: two optimizers that act as one, with one learning-rate schedule, one state and one list of
+parameters.
+"""
 
 from __future__ import annotations
 

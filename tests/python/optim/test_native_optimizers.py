@@ -1,4 +1,6 @@
-"""Compares the native optimizers with torch.optim's: the same numbers, state, schedulers and refusals."""
+"""Compares the native optimizers with torch.optim's: numbers, state, schedulers and refusals must be the
+same.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def copies_of(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def give_gradients(seed: int, *lists: list[Tensor]) -> None:
-    """The same random gradients to each list of parameters."""
+    """Gives the same random gradients to each list of parameters."""
     generator = torch.Generator().manual_seed(seed)
     for parameters in zip(*lists, strict=True):
         gradient = torch.randn(parameters[0].shape, dtype=parameters[0].dtype, generator=generator)
@@ -81,7 +83,7 @@ def give_gradients(seed: int, *lists: list[Tensor]) -> None:
 
 
 def assert_equal(native: list[Tensor], expected: list[Tensor]) -> None:
-    """Asserts equality up to rounding. Parameters are of order 1, and errors of single steps add up."""
+    """Asserts equality up to rounding. Parameters are about 1 in size, and errors of single steps add up."""
     for one, other in zip(native, expected, strict=True):
         tolerance = 1e-12 if one.dtype == torch.float64 else 1e-5
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
@@ -123,7 +125,7 @@ def test_equals_torch_out_of_place(name: str, options: dict[str, Any], dtype: to
         native.step_out_of_place(read, write, [parameter.grad for parameter in expected])
         of_torch.step()
         for one, other in zip(read, before, strict=True):
-            assert torch.equal(one, other)  # version v stays as it is
+            assert torch.equal(one, other)  # the version that was read has not changed
         assert_equal(write, expected)
         read, write = write, read
 
@@ -234,13 +236,13 @@ SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=["step", "cosine", "one_cycle", "lambda"])
-# lr may be a float64 tensor: torch computes 1 - lr * weight_decay in the dtype of lr.
+# A float64 lr is tested too, because torch computes 1 - lr * weight_decay in the dtype of lr.
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05, dtype=torch.float64)], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_lr_schedulers_work(name: str, lr: float | Tensor, scheduler: Callable[..., Any]) -> None:
     parameters = make_parameters()
     expected = copies_of(parameters)
-    # Momentum is what OneCycleLR cycles too.
+    # OneCycleLR changes the momentum as well.
     options = {"momentum": 0.9} if name == "SGD" else {}
     native = native_of(name)(parameters, lr=copy.deepcopy(lr), **options)
     of_torch = torch_of(name)(expected, lr=copy.deepcopy(lr), **options)
@@ -277,12 +279,13 @@ def test_state_is_torchs_and_moves_both_ways(name: str, options: dict[str, Any])
         for index, state in torch_state.items()
         if any(value is not None for value in state.values())
     }
-    # Each optimizer continues from the other's state. Before the state is loaded, it has other options.
+    # Each optimizer continues from the other's state. Before it loads the state, it has other options.
     native_next, torch_next = copies_of(torch_parameters), copies_of(native_parameters)
     native_again, torch_again = native_of(name)(native_next, lr=0.9), torch_of(name)(torch_next, lr=0.9)
     native_again.load_state_dict(of_torch.state_dict())
     torch_again.load_state_dict(copy.deepcopy(native.state_dict()))
-    for state in torch_again.state.values():  # torch's load makes this number one of the parameter's dtype
+    # Torch converts this number to the parameter's dtype when it loads it.
+    for state in torch_again.state.values():
         if "mu_product" in state:
             state["mu_product"] = state["mu_product"].float()
     step_both(native_again, torch_again, 3, 6)
@@ -350,7 +353,7 @@ def test_state_lives_where_it_is_placed(name: str, options: dict[str, Any]) -> N
         if key not in ("step", "mu_product")
     ]
     assert {id(tensor) for tensor in kept} == {id(tensor) for tensor in placed}
-    # A loaded state is copied into the memory of the old state.
+    # Loading copies the new state into the memory of the old one.
     native.load_state_dict(of_torch.state_dict())
     kept = [
         value

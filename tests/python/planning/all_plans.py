@@ -1,4 +1,6 @@
-"""Makes all possible plans, to which tests compare the result of an exact search, and plans of stages."""
+"""Makes all possible plans, with which tests compare the result of an exact search. Also makes plans of given
+stages.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ __all__ = ["enumerate_plans", "make_plan"]
 
 
 def enumerate_plans(num_layers: int, num_workers: int, straight: bool = False) -> Iterator[tuple[Stage, ...]]:
-    """Yields all plans on at most num_workers workers. straight: only those with one replica per stage."""
+    """Yields all plans on at most num_workers workers. With `straight` only those with one replica per
+    stage.
+    """
 
     def extend(first: int, left: int) -> Iterator[tuple[Stage, ...]]:
         if first == num_layers:

@@ -1,5 +1,6 @@
-"""Tests plans whose replicas push factors. Small plans are compared with the best of all possible plans.
-Other tests are of plan files, of a plan's text and of simulations.
+"""Tests plans whose replicas push factors: two small matrices whose product is a weight's gradient. Small
+plans are compared with the best of all possible plans. Other tests are about plan files, a plan's text and
+simulations.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ _Row = tuple[float, int, int, list[tuple[int, int]], int]
 
 
 def _profile(rows: list[_Row], *, saved: bool = False, product_share: float | None = None) -> Profile:
-    """Returns a profile with one layer per row. A row has the milliseconds of forward and backward together,
-    the bytes of activations, the bytes of parameters other than factorable weights, (bytes, factor bytes) of
-    each factorable weight, and the bytes saved for the backward.
+    """Returns a profile with one layer per row. A row has five figures:
+    - milliseconds of forward and backward together
+    - bytes of activations
+    - bytes of parameters other than factorable weights
+    - (bytes, factor bytes) of each factorable weight
+    - bytes saved for the backward
 
-    saved: whether the profile has the saved bytes. product_share: measured time of each weight's product, as
-    a share of the layer's backward; None: not measured.
+    `saved` is whether the profile has the saved bytes. `product_share` is the measured time of each weight's
+    product as a share of the layer's backward, or None if it was not measured.
     """
     layers = []
     for index, (ms, activation, others, weights, kept) in enumerate(rows):
@@ -59,12 +63,13 @@ def _stage_ms(layers: tuple[LayerProfile, ...], r: int, bytes_per_s: float, extr
     """Returns the milliseconds per minibatch of a stage with r replicas, computed weight by weight from the
     rules in docs/parameter-server.md.
     """
-    compute_ms, sent_bytes = extra_ms, 0.0  # of one direction, in a round
+    compute_ms, sent_bytes = extra_ms, 0.0  # bytes in one direction in a round
     for layer in layers:
         compute_ms += layer.compute_ms
         dense_bytes = float(layer.parameter_bytes)
         measured_ms = sum(product_ms or 0.0 for _, _, product_ms in layer.factors or ())
-        part = min(1.0, layer.backward_ms / measured_ms) if measured_ms else 1.0  # they are of the backward
+        # Products take at most the whole backward.
+        part = min(1.0, layer.backward_ms / measured_ms) if measured_ms else 1.0
         for weight, factors, product_ms in layer.factors or ():
             if r > 1 and r * factors < 2 * weight:
                 dense_bytes -= weight
@@ -126,8 +131,8 @@ def test_a_plan_by_factors_is_the_best_of_all_plans(
 def test_the_fewest_replicas_within_a_bound_are_found_though_more_may_take_longer(
     layer: tuple[int, int, list[tuple[int, int]]], num_workers: int, wanted_ms: float
 ) -> None:
-    """With every further replica factors take more time. At some number of replicas the gradient is pushed
-    whole instead.
+    """With every further replica factors take more time. From some number of replicas on, the gradient is
+    pushed whole instead.
     """
     compute_ms, others, weights = layer
     profile = _profile([(compute_ms, 0, others, weights, 0), (round(wanted_ms), 0, 0, [(4, 4)], 0)])
@@ -166,7 +171,8 @@ def test_speeds_and_factors_are_planned_for_together(
         rank, times = 0, []
         for index, stage in enumerate(stages):
             speed = min(speeds[rank : (rank := rank + stage.num_replicas)])
-            slower = [(row[0] / speed, *row[1:]) for row in rows]  # all times are a part of a row's
+            # A lower speed lengthens all times of a layer alike.
+            slower = [(row[0] / speed, *row[1:]) for row in rows]
             layers = _profile(slower, product_share=product_share).layers
             layers = layers[stage.first_layer : stage.last_layer + 1]
             times.append(_stage_ms(layers, stage.num_replicas, bytes_per_s))
@@ -233,16 +239,18 @@ def test_memory_of_factored_weights_is_of_factors_and_whole_states() -> None:
         )
         return num_bytes
 
-    # The terms in order: a version, the model and the gradients; the momentum of a shard; copies of gradients
-    # for the other replicas, slots for their pushes, and slots for pulls; a step's temporary tensors.
+    # The terms are, in order: a version, the model and the gradients; the momentum of a shard; copies of
+    # gradients for the other replicas, slots for their pushes, and slots for pulls; a step's temporary
+    # tensors.
     assert needed([]) == 3000 + 250 + 3 * 750 + 1000
-    # `dense` counts the 200 bytes that are not factored: a version and the model; the momentum of a shard;
+    # `dense` is for the 200 bytes that are not factored: a version and the model; the momentum of a shard;
     # two rounds' gradients with copies; slots for pushes and for pulls. The factored weight has a version,
-    # the model and its whole momentum, factors of two rounds, and slots for the factors of three other
-    # replicas. A step has temporary tensors, and a gradient with the four factors that it is computed from.
+    # the model, its whole momentum, factors of two rounds, and slots for the factors of three other replicas.
+    # A step also needs temporary tensors, a gradient, and the four factors from which it is computed.
     dense = 2 * 200 + 50 + 2 * (200 + 150) + 2 * 150
     assert needed([(800.0, 30.0, 0.0)]) == dense + 3 * 800 + (2 + 3) * 30 + 1000 + 800 + 4 * 30
-    assert needed([(800.0, 400.0, 0.0)]) == needed([])  # as large as the weight
+    # Factors of half the weight's size are not smaller, so gradients are pushed whole.
+    assert needed([(800.0, 400.0, 0.0)]) == needed([])
 
 
 def test_the_rule_is_by_bytes_of_both_directions() -> None:
@@ -250,16 +258,19 @@ def test_the_rule_is_by_bytes_of_both_directions() -> None:
     assert not are_smaller(50, 50, 2)
     assert are_smaller(24, 50, 4)
     assert not are_smaller(25, 50, 4)
-    assert not are_smaller(40, 50, 2, pushed_bytes=25)  # encoded
+    assert not are_smaller(40, 50, 2, pushed_bytes=25)  # the encoded gradient has half of its bytes
     layers = _profile([(8, 0, 100, [(50, 24), (50, 26)], 0)]).layers
     assert factored_sum(layers, 1) == (0, 0, 0, 0)
-    assert factored_sum(layers, 2) == (2, 100, 50, 1.5)  # half of a backward of 6 ms, in half the parameters
+    # Half of a backward of 6 ms, because the weights are half of the parameters.
+    assert factored_sum(layers, 2) == (2, 100, 50, 1.5)
     assert factored_sum(layers, 4) == (1, 50, 24, 0.75)
     assert factored_sum(layers, 2, minibatches=2) == (1, 50, 48, 0.75)
 
 
 def _wide() -> Profile:
-    """Returns a small layer, and a layer whose gradients are large and whose factors are small."""
+    """Returns a profile of a small layer, and of a layer whose gradients are large and whose factors are
+    small.
+    """
     return _profile([(40, 1000, 8000, [], 0), (90, 0, 0, [(100_000, 500)], 0)])
 
 
@@ -332,8 +343,8 @@ def test_weights_that_are_more_than_their_layer_are_refused(tmp_path: Path) -> N
 
 
 def test_products_that_were_measured_longer_than_the_backward_are_the_backward(tmp_path: Path) -> None:
-    """Each product is measured separately, so the sum of their times may exceed the backward's time. Then the
-    products count as the whole backward.
+    """Each product is measured separately, so the sum of their times may exceed the time of the backward.
+    Then the products count as the whole backward.
     """
     factors = (WeightFactors(4000, 300, 3.0), WeightFactors(1000, 30, 1.0))
     layer = LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=factors)
@@ -348,8 +359,8 @@ def test_products_that_were_measured_longer_than_the_backward_are_the_backward(t
 
 
 def test_a_calibration_with_shorter_backwards_shortens_their_products() -> None:
-    """The calibration scales the backward to 0.02 ms. A product that was measured at 2 ms then counts as 0.02
-    ms.
+    """The calibration scales the backward of 2 ms to 0.02 ms. A product that was measured at 2 ms then counts
+    as 0.02 ms.
     """
     positions = {name: replace(cost, backward_scale=0.01) for name, cost in FREE.positions.items()}
     layer = LayerProfile("fc", 0.0, 2.0, 0, 5000, factors=(WeightFactors(4000, 300, 2.0),))
@@ -387,7 +398,7 @@ def test_each_replica_updates_the_whole_of_what_goes_as_factors() -> None:
     assert cost.copy_ms == pytest.approx((4000 + 1000 / 2) * 0.002)
     assert cost.backward.first(1) == pytest.approx(2.0 - 0.25)
     assert (cost.shard_ms, cost.push_ms) == (pytest.approx(0.5), pytest.approx(0.5 + 0.3))
-    # Here each replica trains two minibatches in a round.
+    # In this plan each replica trains two minibatches in a round.
     (cost,) = stage_costs(_calibrated(), runtime, (Stage(0, 0, 2),), (1e6,), minibatches=[2])
     assert cost.update_ms == pytest.approx((4000 + 1000 / 2) * 0.001 + 2 * 2 * 0.25)
     assert cost.push_ms == pytest.approx(0.5 + 0.6)
@@ -397,7 +408,7 @@ def test_each_replica_updates_the_whole_of_what_goes_as_factors() -> None:
 def test_a_calibrated_plan_by_factors_carries_what_its_run_takes(tmp_path: Path) -> None:
     profile = _calibrated()
     plan = partition(profile, 2, 1e6, cost_model="calibrated", codec=FACTOR_CODEC, replicas=[2])
-    # Milliseconds of a round: forward, backward, push, update and pull.
+    # The terms are the milliseconds of forward, backward, push, update and pull.
     round_ms = 1.0 + 1.75 + 0.8 + 5.0 + 0.5
     assert plan.bottleneck_ms == pytest.approx(round_ms / 2)
     dense = partition(profile, 2, 1e6, cost_model="calibrated", replicas=[2])
@@ -423,9 +434,9 @@ def test_a_plan_is_simulated_as_it_was_made_unless_asked_otherwise(tmp_path: Pat
     assert by_factors.ms_per_minibatch == pytest.approx((1.0 + 1.75 + 0.8 + 0.5 + 0.5) / 2)
     dense = simulate_plan(path, profile, factors=False)
     assert dense.ms_per_minibatch == pytest.approx((3.0 + 2.5 + 2.5) / 2)
-    # The terms in order: a version and the model; the momentum of the shard and of the factored weight; two
-    # rounds of gradients, copies for the other replica, and factors; slots for the other replica's gradients
-    # and factors; slots for pulls.
+    # The terms are, in order: a version and the model; the momentum of the shard and of the factored weight;
+    # two rounds of gradients, copies for the other replica, and factors; slots for the other replica's
+    # gradients and factors; slots for pulls.
     peaks = [worker["memory_peak_bytes"] for worker in by_factors.to_dict()["workers"]]
     assert peaks == [2 * 5000 + (500 + 4000) + 2 * (1000 + 500 + 300) + (500 + 300) + 500] * 2
     peaks = [worker["memory_peak_bytes"] for worker in dense.to_dict()["workers"]]
@@ -460,9 +471,9 @@ def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds
         planned([2, 3], schedule).predicted["stage_memory_bytes"][0] for schedule in ("flush", "pipedream")
     )
     versions = Plan((Stage(0, 0, 2), Stage(1, 1, 3))).in_flight[0]
-    # The terms in order: momentum; gradients with copies for the other replica; slots for pushes; slots for
-    # pulls; a step's temporary tensors. These include the mean of gradients, or a product and both replicas'
-    # factors.
+    # The terms are, in order: momentum; gradients with copies for the other replica; slots for pushes; slots
+    # for pulls; a step's temporary tensors. The last term includes the mean of gradients, or a product and
+    # both replicas' factors.
     of_dense = 2500 + (5000 + 2500) + 2500 + 2500 + (5000 + 2500)
     of_factors = (500 + 4000) + 2 * (1000 + 500 + 1500) + (500 + 1500) + 500 + (5000 + 4000 + 2 * 1500)
     assert by_factors - dense == (versions - 1) * 5000 + of_factors - of_dense
@@ -470,9 +481,7 @@ def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds
 
 @pytest.mark.parametrize("planned_for", ["pipedream", "flush"])
 def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Path, planned_for: str) -> None:
-    """With 2-3 replicas a round of flush has six minibatches: three for each of the first stage's
-    replicas.
-    """
+    """With 2-3 replicas a round of flush has six minibatches, three for each replica of the first stage."""
     layers = (
         LayerProfile("fc", 4.0, 8.0, 0, 5000, factors=(WeightFactors(4000, 300, 2.0),)),
         LayerProfile("last", 4.0, 8.0, 0, 1000),
@@ -492,8 +501,9 @@ def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Pa
 def test_a_calibrated_plan_by_factors_counts_the_rounds_of_the_schedule_that_is_run(
     tmp_path: Path, planned_for: str, run_with: str
 ) -> None:
-    """Costs once assumed the rounds of the schedule that the plan was made for. With 2-3 replicas, each one
-    of the first stage trains one minibatch in a round of pipedream, and three in a round of flush.
+    """Costs must follow the schedule that is run, not the one that the plan was made for. With 2-3 replicas
+    each replica of the first stage trains one minibatch in a round of pipedream, and three in a round of
+    flush.
     """
     runtime = replace(FREE, update_ms_per_byte=0.001, cut_bytes=1000)
     layers = (
@@ -505,8 +515,8 @@ def test_a_calibrated_plan_by_factors_counts_the_rounds_of_the_schedule_that_is_
     partition(profile, 5, 1e9, cost_model="calibrated", replicas=[2, 3], **asked).save(path)
     plan = Plan.load(path)
     options = _core.ScheduleOptions(run_with, list(plan.in_flight), 1, plan.placement)
-    # An update computes a product for each minibatch that a replica has trained since the last update. The
-    # run's list shows how many minibatches these are.
+    # An update computes a product for each minibatch that a replica has trained since its last update. The
+    # run's list of instructions shows their number.
     busy_ms, own, products = 0.0, 0, []
     for step in _core.make_program(options, 0, 12):
         if step.opcode in ("FORWARD", "BACKWARD"):

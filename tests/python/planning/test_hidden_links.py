@@ -1,4 +1,4 @@
-"""Tests how many more minibatches are in flight over slow links, and when there are more."""
+"""Tests how many more minibatches a plan has in flight over slow links."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ def test_a_plan_with_more_in_flight_than_the_links_need_keeps_them() -> None:
 
 
 def test_of_the_calibrated_model_the_slowest_stage_says_how_many_hide_a_link() -> None:
-    """The calibrated model's bottleneck includes waiting for links, which more minibatches in flight would
-    remove. So the time of the slowest stage is used instead.
+    """The calibrated model's bottleneck includes the wait for links, which more minibatches in flight would
+    remove. So the time of the slowest stage counts instead.
     """
     plan = replace(_plan(1, 1, boundary_ms=16.0), cost_model="calibrated", bottleneck_ms=26.0)
     plan = replace(plan, predicted=plan.predicted | {"stage_ms": [10.0, 4.0]})
     found = with_links_hidden(plan, lambda asked: 26.0 if asked == plan else 10.0)
     assert found.in_flight == (1 + math.ceil(1 + 16.0 / 10.0), 1)
-    slow = replace(plan, predicted=plan.predicted | {"stage_ms": [6.0, 4.0]})  # a direction takes 8
+    # Each direction of the link takes 8 ms.
+    slow = replace(plan, predicted=plan.predicted | {"stage_ms": [6.0, 4.0]})
     assert with_links_hidden(slow, lambda asked: 26.0 if asked == slow else 8.0).in_flight == (1 + 3, 1)
 
 

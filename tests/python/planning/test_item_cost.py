@@ -37,14 +37,14 @@ def test_sums_and_products_are_those_of_the_items(
     for of in (ItemCost.first, ItemCost.later):
         if m > 1 or of is ItemCost.first:
             measured = sorted({1, *one, *other})
-            if m in measured:  # between them a sum's line is not below the items'
+            if m in measured:  # between measured numbers the sum's line is not below those of the items
                 assert of(first.plus(second), m) == pytest.approx(of(first, m) + of(second, m), abs=1e-9)
             assert of(first.scaled(0.25), m) == pytest.approx(of(first, m) / 4, abs=1e-9)
 
 
 def test_between_what_was_measured_the_distance_from_the_line_changes_with_the_samples() -> None:
     # A whole minibatch takes 1.2 ms, a half also 1.2 ms, and a quarter 0.6 ms. The line goes through the
-    # points of the whole minibatch and the quarter.
+    # whole minibatch and the quarter.
     cost = ItemCost.of_pieces(1.2, {2: (1.2, 1.2), 4: (0.6, 0.5)})
     assert (cost.first_ms, cost.minibatch_ms) == (pytest.approx(0.4), pytest.approx(0.8))
     assert cost.first(3) == pytest.approx(0.4 + 0.8 / 3 + 0.4 * (1 / 3 - 1 / 4) / (1 / 2 - 1 / 4))

@@ -1,4 +1,6 @@
-"""Tests partition() with limits: against an enumeration of all plans, and with requests that it refuses."""
+"""Tests partition() with limits: compares it with an enumeration of all plans, and tests requests that it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
 
 _OPTIMIZER_COPIES = 1.0
-_BESIDE = 0.1  # bytes; keeps plans away from needing exactly the limit, where rounding would decide
+_BESIDE = 0.1  # extra bytes, so that no plan needs exactly the limit, where rounding would decide
 
 
 def _profile(layers: list[tuple[int, int, int, int]], frozen: Sequence[int] = ()) -> Profile:
-    """Returns layers from rows of (forward and backward ms together, activation bytes, parameter bytes, bytes
-    saved for the backward).
+    """Returns layers from rows of four figures: milliseconds of forward and backward together, activation
+    bytes, parameter bytes, and bytes saved for the backward.
     """
     return Profile(
         tuple(
@@ -50,11 +52,13 @@ def _needed_bytes(profile: Profile, stages: tuple[Stage, ...], index: int, *, re
     saved = sum(layer.saved_bytes or 0 for layer in layers)
     crossing = [0, *(profile.layers[one.last_layer].activation_bytes for one in stages[:-1]), 0]
     given_, made = crossing[index], crossing[index + 1]
-    exchanged = 3 * (r - 1) / r  # copies of gradients for the others, slots for what they push, and pull
+    # Gradients copied for other replicas, slots for their pushes, slots for pulls.
+    exchanged = 3 * (r - 1) / r
     widest = max(given_, *(layer.activation_bytes for layer in layers))
     largest = _OPTIMIZER_COPIES * max(layer.parameter_bytes for layer in layers)
     needed = (n + 2 + _OPTIMIZER_COPIES / r + exchanged) * weights + max(2 * widest, largest)
-    needed += sum(layer.frozen_bytes for layer in layers)  # once, whatever the schedule
+    # Frozen weights exist once, whatever the schedule is.
+    needed += sum(layer.frozen_bytes for layer in layers)
     minibatches = range(2 * r * max(one.num_replicas for one in stages))
     if not is_last:
         below = {i % stages[index + 1].num_replicas for i in minibatches if i % r == 0}
@@ -63,7 +67,8 @@ def _needed_bytes(profile: Profile, stages: tuple[Stage, ...], index: int, *, re
     if index:
         above = stages[index - 1].num_replicas
         edges = len({i % above for i in minibatches if i % r == 0})
-        ours = len({i % r for i in minibatches if i % above == 0})  # replicas here that one upstream feeds
+        # Number of replicas here to which one replica upstream sends.
+        ours = len({i % r for i in minibatches if i % above == 0})
         upstream = edges * math.ceil(in_flight[index - 1] / ours)
         needed += (edges * (math.ceil(n / edges) + 1) + 1) * given_
     if recompute:
@@ -80,8 +85,8 @@ def _time_ms(
     memory: list[float] | None,
     recompute: bool,
 ) -> float:
-    """Returns the milliseconds of the slowest stage or boundary. Returns inf if a worker's memory cannot hold
-    its stage.
+    """Returns the milliseconds of the slowest stage or boundary, or inf if a worker's memory cannot hold its
+    stage.
     """
     rank, times = 0, []
     for index, stage in enumerate(stages):
@@ -152,8 +157,8 @@ def test_equal_workers_are_planned_for_as_one_by_one(
     layers: list[tuple[int, int, int, int]], num_workers: int, whole_bytes: int
 ) -> None:
     memory = whole_bytes + _BESIDE
-    # Sums of times are exact in seconds, and each time is rounded in the same way. So plans that are equally
-    # fast have equal times to the bit, and the rule for ties chooses among them.
+    # In seconds the sums of times are exact, and all times are rounded in the same way. So plans that are
+    # equally fast have exactly equal times, and the rule for ties chooses among them.
     profile = _profile([(1000 * ms, *figures) for ms, *figures in layers])  # type: ignore[arg-type]
     bytes_per_s = 1024.0
     times = [
@@ -200,7 +205,7 @@ def test_boundaries_and_replicas_that_are_given_are_kept(
 def test_a_plan_says_what_its_workers_need_and_where_forwards_run_again() -> None:
     profile = _profile([(10, 100, 1000, 4000), (10, 0, 1000, 4000)])
     free = partition(profile, 2, 1e9, memory=20_000, straight=True)
-    # The first stage has two minibatches in flight, with a version and saved tensors for each. It also has
+    # The first stage has two minibatches in flight, with a version and saved tensors for each. It also needs
     # the model, gradients and momentum, two outputs, two slots for their gradients, and a step's temporary
     # tensors.
     assert free.predicted["memory_bytes"] == 2 * 5000 + 3000 + 4 * 100 + 1000
@@ -225,8 +230,8 @@ def test_on_a_host_every_worker_has_the_whole_model_and_what_weights_travel_in()
         (mine - theirs) / 2**20
         for mine, theirs in zip(ours["stage_memory_bytes"], device["stage_memory_bytes"], strict=True)
     ]
-    # Each worker also has the other two layers (2 MiB), 4 MiB of buffers for each of its neighbours in the
-    # tree through which weights are sent, and 1 / 16 MiB of slack. The first rank has two neighbours, the
+    # Each worker also has the other two layers, 2 MiB, and 1 / 16 MiB of slack. For each neighbour in the
+    # tree through which weights are sent it has 4 MiB of buffers. The first rank has two neighbours, the
     # others have one.
     assert more == pytest.approx([2 + 8 + 1 / 16, 2 + 4 + 1 / 16, 2 + 4 + 1 / 16])
     with pytest.raises(NothingFitsError):
@@ -235,8 +240,8 @@ def test_on_a_host_every_worker_has_the_whole_model_and_what_weights_travel_in()
 
 @pytest.mark.parametrize("device", [None, "CPU, 2 threads"])
 def test_what_codecs_keep_of_what_crosses_is_in_the_memory(device: str | None) -> None:
-    # Encoded tensors and the residuals of codecs must be counted. Otherwise a worker would need more memory
-    # than planned.
+    # Encoded tensors and the residuals of codecs must count. Otherwise a worker would need more memory than
+    # planned.
     profile = replace(_profile([(10, 1 << 20, 100, 100), (10, 0, 100, 100)]), device=device)
     asked: dict[str, Any] = {"boundaries": [0], "replicas": [1, 1], "memory": "1GiB"}
 
@@ -248,7 +253,7 @@ def test_what_codecs_keep_of_what_crosses_is_in_the_memory(device: str | None) -
     without = needed(None)
     both = [a - b for a, b in zip(needed("bf16"), without, strict=True)]
     gradients = [a - b for a, b in zip(needed({"gradients": "bf16"}), without, strict=True)]
-    if device is None:  # memory of its own, in which one item of each channel is encoded
+    if device is None:  # on a device each channel encodes one item at a time, in extra memory
         assert both == pytest.approx([1.0, 1.0])
         assert gradients == pytest.approx([0.5, 0.5])
     else:
@@ -298,8 +303,9 @@ def test_links_are_hidden_beside_stages_at_their_workers_speed() -> None:
 def test_what_is_in_flight_for_slow_links_is_in_the_memory() -> None:
     plan = partition(_profile([(10, 4 * 10**6, 8, 1000), (10, 0, 8, 500)]), 2, 1e9, replicas=[1, 1])
     assert plan.in_flight == (3, 1)
-    cut = 4 * 10**6  # twice that is what a backward makes and drops
-    first = (3 + 3) * 8 + 3 * 1000 + (3 + 2) * cut + 2 * cut  # the model as given, gradients, momentum
+    cut = 4 * 10**6  # A backward makes and drops twice these bytes.
+    # With the model as given, gradients and momentum.
+    first = (3 + 3) * 8 + 3 * 1000 + (3 + 2) * cut + 2 * cut
     # Three microbatches are in flight at the first stage, so gradients of all three may wait here. They take
     # more memory than the tensors that this stage saves for one microbatch.
     last = (1 + 3) * 8 + 2 * cut + (3 + 1) * cut + 2 * cut
@@ -370,7 +376,8 @@ def test_2bw_is_planned_with_other_replicas_at_every_stage() -> None:
 def test_a_schedules_own_versions_are_in_the_memory(schedule: str, versions: tuple[int, ...]) -> None:
     profile = _profile([(10, 0, 1000, 0)] * 3)
     asked: dict[str, Any] = {"schedule": schedule, "boundaries": [0, 1]}
-    needed = (max(versions) + 4) * 1000  # the model as given, gradients, momentum, a step's temporary
+    # With the model as given, gradients, momentum and a step's temporary tensors.
+    needed = (max(versions) + 4) * 1000
     plan = partition(profile, 3, 1e9, memory=needed, **asked)
     assert plan.predicted["stage_memory_bytes"] == [(kept + 4) * 1000 for kept in versions]
     with pytest.raises(NothingFitsError, match="no plan has 3 workers, memory of"):
@@ -383,7 +390,7 @@ def test_a_schedules_own_versions_are_in_the_memory(schedule: str, versions: tup
 def test_another_schedules_plan_is_the_best_of_all_by_the_simulator(
     schedule: str, layers: list[tuple[int, int, int, int]], num_workers: int, bytes_per_s: float
 ) -> None:
-    profile = replace(_profile(layers), batch_size=4)  # m is 1, 2 or 4
+    profile = replace(_profile(layers), batch_size=4)  # m may be 1, 2 or 4
     plans = [
         stages
         for stages in enumerate_plans(len(layers), num_workers)
@@ -408,15 +415,17 @@ def test_how_replicas_agree_is_in_the_memory() -> None:
         plan = partition(profile, 2, 1e9, memory=1_000_000, optimizer_copies=2, **({"sync": name} | how))
         assert plan.stages == (Stage(0, 0, 2),)
         needed[name] = plan.predicted["memory_bytes"]
-    # The terms in order: a version, the model and the gradients; copies of gradients for the other replica,
-    # slots for its pushes, and slots for pulls; the optimizer's state of a shard; a step's temporary tensors.
+    # The terms are, in order: a version, the model and the gradients; copies of gradients for the other
+    # replica, slots for its pushes, and slots for pulls; the optimizer's state of a shard; a step's temporary
+    # tensors.
     assert needed["bsp"] == 3000 + 3 * 500 + 2 * 500 + 2 * 1000
     # Staleness 3 adds three versions, and the gradients of two rounds with their copies.
     assert needed["ssp"] == needed["bsp"] + 3000 + 2 * 1500
     # asp adds a separate version of the shard, a copy of it for the other replica, and the temporary tensors
     # of a second step.
     assert needed["asp"] == needed["bsp"] + 1000 + 2 * 1000
-    assert needed["allreduce"] == 4000 + 2 * 1000 + 2 * 1000  # gradients of two rounds, whole states
+    # Gradients of two rounds, and the whole optimizer state.
+    assert needed["allreduce"] == 4000 + 2 * 1000 + 2 * 1000
     # Either replica may own the only tensor. So copies, slots for pushes, slots for pulls, state and mean
     # have its whole size.
     assert needed["whole"] == 3000 + 1000 + 2000 + 1000 + 2 * 1000 + 2 * 1000 + 1000

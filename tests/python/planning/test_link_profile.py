@@ -31,8 +31,8 @@ def make_links(num_workers: int, bytes_per_s: dict[tuple[int, int], float], othe
 
 
 def two_machines(inside: float, between: float) -> LinkProfile:
-    """Returns the links of two machines. Ranks 0 and 1 are on one machine, ranks 2 and 3 on the other.
-    inside, between: bytes per second within a machine and between the two.
+    """Returns the links of two machines, with ranks 0 and 1 on one and ranks 2 and 3 on the other. `inside`
+    and `between` are the bytes per second within a machine and between the two.
     """
     slow = {(a, b): between for a in range(4) for b in range(4) if a // 2 != b // 2}
     return make_links(4, slow, inside)
@@ -111,8 +111,8 @@ def test_stages_use_the_slowest_link_of_their_ranks() -> None:
     assert used.downstream == (3.0, 11.0)
     assert used.upstream == (5.0, 100.0)
     assert used.replicas == (7.0, float("inf"), float("inf"))
-    assert used.latency_ms == (0.021, 0.032)  # of 2 to 1 and of 3 to 2
-    assert used.replica_latency_ms == (0.01, 0.0, 0.0)  # of 1 to 0; alone there is none
+    assert used.latency_ms == (0.021, 0.032)  # from rank 2 to 1, and from rank 3 to 2
+    assert used.replica_latency_ms == (0.01, 0.0, 0.0)  # from rank 1 to 0; a stage alone has none
     assert used.slowest(1.0) == 3.0
     assert StageLinks.measured((Stage(0, 2),), links).slowest(1.0) == 1.0
 
@@ -155,7 +155,7 @@ def test_the_calibrated_model_takes_the_longer_latency() -> None:
         shared = partition(profile, 2, make_links(2, {}, 1e9), cost_model=model, replicas=[2])
         costs = shared.predicted.get("stage_costs", [{}])
         assert costs[0].get("sync_latency_ms") == latency_ms
-    for latency_ms in (0.001, 0.02):  # shorter and longer than the calibration's
+    for latency_ms in (0.001, 0.02):  # shorter and longer than the calibration's latency
         stages, runtime = (Stage(0, 1, 2),), replace(FREE, latency_ms=0.005)
         (cost,) = stage_costs(profile, runtime, stages, [1e9], latency_ms=[latency_ms])
         assert cost.sync_latency_ms == max(0.005, latency_ms)

@@ -1,4 +1,4 @@
-"""Tests that the programs of any plan read and keep the weight versions that docs/schedules.md gives.
+"""Tests that the programs of any plan read and keep the weight versions of docs/schedules.md.
 
 The tests compute the rule a second time, and the validator checks the programs.
 """

@@ -1,4 +1,4 @@
-"""Tests partition() against brute force and against the published optima."""
+"""Tests partition() against the best of all plans and against published optima."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ needs_published = pytest.mark.skipif(
 
 
 def make_profile(*layers: tuple[float, int, int], batch_size: int | None = None) -> Profile:
-    """Returns layers from rows of (forward and backward ms together, activation bytes, parameter bytes)."""
+    """Returns layers from rows of three figures: milliseconds of forward and backward together, activation
+    bytes, and parameter bytes.
+    """
     return Profile(
         tuple(
             LayerProfile(f"layer{i}", compute_ms / 4, compute_ms * 3 / 4, activation_bytes, parameter_bytes)
@@ -177,7 +179,8 @@ def test_vgg16_on_sixteen_workers_is_fifteen_to_one() -> None:
 
 def test_more_in_flight_hides_a_slow_link_where_that_pays() -> None:
     layers = ((10, 4_000_000, 8), (10, 0, 8))
-    slow = partition(make_profile(*layers), 2, 1e9, straight=True)  # 4 ms one way beside stages of 10 ms
+    # The link takes 4 ms one way, and a stage 10 ms.
+    slow = partition(make_profile(*layers), 2, 1e9, straight=True)
     assert slow.in_flight == (3, 1)
     gain = slow.predicted["hidden_links"]
     assert gain["after_ms"] == pytest.approx(10)
@@ -200,7 +203,7 @@ def test_a_plan_is_compared_with_what_else_could_be_run() -> None:
     assert "do not pipeline" not in str(plan)
     slow = partition(
         make_profile((10, 1000, 10**6), (10, 0, 8)), 2, 1e3
-    )  # everything would wait for the link
+    )  # every stage would wait for the link
     assert "do not pipeline this model here: one worker alone is as fast" in str(slow)
     copies = partition(make_profile((10, 10**9, 8), (10, 0, 8)), 2, 1e9)
     assert "do not pipeline this model here: copies of the whole model are fastest" in str(copies)
@@ -238,7 +241,9 @@ def test_stages_of_a_fraction_of_a_millisecond_are_warned_of() -> None:
 
 
 def test_2bw_has_as_many_microbatches_as_are_in_flight_where_m_is_chosen() -> None:
-    """A plan may have more than 32 microbatches in flight."""
+    """A plan may have more than 32 microbatches in flight. "2bw" then gets as many microbatches per
+    minibatch.
+    """
     profile = make_profile(*[(10, 0, 0)] * 40, batch_size=64)
     plan = partition(profile, 40, 1e9, schedule="2bw", boundaries=range(39))
     assert (plan.num_stages, plan.microbatches) == (40, 39)

@@ -1,4 +1,4 @@
-"""Tests that simulations with random times give the figures of an earlier implementation to the bit.
+"""Tests that simulations with random times give exactly the pinned figures.
 
 If a figure changes, a rule of the simulation has changed, and users see other predictions.
 """
@@ -41,8 +41,8 @@ _CASES: list[tuple[str, list[int], list[int], dict[str, Any]]] = [
     ("gpipe", [1, 1, 1], [], {}),
     ("data_parallel", [3], [], {}),
 ]
-# For each case: the time per minibatch (the makespan if there is no steady state), the bubble's share, and
-# the sum of the end times of all instructions and transfers.
+# Each row has the time per minibatch (the makespan if there is no steady state), the bubble's share, and the
+# sum of the end times of all instructions and transfers.
 _FIGURES = [
     (11.1134, 0.5925767832127945, 40101.6974),
     (37.09618160507894, 0.5514651933402606, 217515.9187621379),

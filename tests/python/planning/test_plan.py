@@ -429,7 +429,8 @@ def test_hash_depends_on_what_runs_and_on_nothing_else() -> None:
 
 
 def test_hash_is_the_same_on_every_machine() -> None:
-    # Two hosts compare this number before they talk. It may change only with the version of the wire.
+    # Two hosts compare this number before they exchange anything else. It may change only with the version of
+    # the wire format.
     assert Plan.straight(4, 2).hash() == 6578546783282547415
 
 

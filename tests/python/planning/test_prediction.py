@@ -37,8 +37,8 @@ def _runtime(**changes: Any) -> RuntimeCosts:
 
 
 def _profile(num_layers: int = 4, **changes: Any) -> Profile:
-    """Returns layers of 1 ms forward and 2 ms backward, each with 1,000 bytes of parameters. Each but the
-    last has 1,000 bytes of outputs.
+    """Returns layers of 1 ms forward and 2 ms backward, each with 1,000 bytes of parameters. All but the last
+    have 1,000 bytes of outputs.
     """
     layers = [LayerProfile(f"layer{i}", 1.0, 2.0, 1000, 1000) for i in range(num_layers - 1)]
     last = LayerProfile("last", 1.0, 2.0, 0, 1000)
@@ -89,8 +89,8 @@ def test_each_term_counts_where_the_run_has_it() -> None:
     # writes to a copy, which takes copy_ms.
     plan = _straight(profile)
     assert _predicted_ms(plan) == pytest.approx(0.25 + 4.5 + 2.125 + 2.25 + 3.0625 + 4.0)
-    # A minibatch's second microbatch costs less, because the first one has bound the version and made the
-    # gradients.
+    # The second microbatch of a minibatch costs less, because the first one has bound the version and made
+    # the gradients.
     halves = (0.25 + 0.125 + 4.5) + (2.125 + 1.375 + 2.25)
     assert _predicted_ms(plan, "2bw", 2) == pytest.approx(halves + 3.0625 + 4.0)
 
@@ -101,8 +101,8 @@ def test_what_is_sent_costs_by_its_bytes() -> None:
     runtime = runtime_of(profile)
     assert runtime is not None
     first, last = stage_costs(profile, runtime, (Stage(0, 1), Stage(2, 3)), (1e9, 1e9))
-    assert first.forward.minibatch_ms == pytest.approx(2.0 + 2 * 0.5)  # twice the bytes that were measured
-    assert last.forward.minibatch_ms == pytest.approx(2.0 + 0.5)  # sends nothing
+    assert first.forward.minibatch_ms == pytest.approx(2.0 + 2 * 0.5)  # twice as many bytes as were measured
+    assert last.forward.minibatch_ms == pytest.approx(2.0 + 0.5)  # the last stage sends nothing
 
 
 def test_replicas_share_an_update_and_pay_for_what_they_exchange() -> None:
@@ -140,14 +140,15 @@ def test_shards_travel_in_the_chunks_that_the_core_deals_and_leave_as_layers_are
     (stage,) = stage_costs(profile, runtime, (Stage(0, 3, 2),), (1e6,))
     dealt = _core.deal_shards([("weight", "float32", 5 * quarter)], 2, whole_tensors=False)
     assert stage.num_chunks == len(dealt) // 2 == 3
-    # The two owners get six chunks in turn. The first owner's last chunk is the fifth, and begins in the
-    # third layer. It can be pushed when 3 ms of the backward's 10 ms remain.
+    # The two owners get six chunks alternately. The first owner's last chunk is the fifth one, which begins
+    # in the third layer. It can be pushed when 3 ms of the backward's 10 ms remain.
     assert stage.push_leads == ((3 / 10, 0.0), (6 / 10, 0.0))
     assert read_value("costs", write_value(stage), StageCosts) == stage
     (alone,) = stage_costs(profile, runtime, (Stage(0, 3),), (1e6,))
     assert (alone.num_chunks, alone.push_leads) == (None, ())
     (of_device,) = stage_costs(replace(profile, device="cuda"), runtime, (Stage(0, 3, 2),), (1e6,))
-    assert (of_device.num_chunks, of_device.push_leads) == (3, ())  # there they leave after the backward
+    # On a device chunks leave after the backward.
+    assert (of_device.num_chunks, of_device.push_leads) == (3, ())
     spoilt = replace(stage, push_leads=stage.push_leads[:1])
     plan = make_plan(profile, (Stage(0, 3, 2),), 1e6, cost_model="calibrated")
     for row, wrong in (([0.5], "has 1 entries"), ([0.25, 0.5], "is"), ([1.5, 0.5], r"is \[1.5, 0.5\]: give")):
@@ -212,8 +213,9 @@ def test_a_plan_that_leaves_workers_idle_shares_cores_among_the_others_alone() -
 
 
 def test_one_worker_is_taken_where_waiting_for_what_varies_makes_two_as_slow() -> None:
-    """The search compares mean times, by which two workers are better. One worker is faster if the spread of
-    items is counted."""
+    """The search compares mean times, by which two workers are better. With the spread of the times of items,
+    one worker is faster.
+    """
     spread = dict.fromkeys(("FORWARD", "BACKWARD"), (0.25, 1.0, 1.75))
     costly = PositionCosts(ItemCost(2.4, 2.4), ItemCost(2.4, 2.4), 0.0)
     positions = {"only": _COSTS_NOTHING, "first": costly, "middle": costly, "last": costly}
@@ -231,7 +233,7 @@ def test_one_worker_is_taken_where_waiting_for_what_varies_makes_two_as_slow() -
         cost_model="calibrated",
         boundaries=[1],
     )
-    assert fixed.num_stages == 2  # as was asked
+    assert fixed.num_stages == 2  # the number of stages was given
 
 
 def test_items_that_vary_cost_time_where_workers_wait_for_each_other_and_nowhere_else() -> None:
@@ -240,10 +242,11 @@ def test_items_that_vary_cost_time_where_workers_wait_for_each_other_and_nowhere
     assert plan.bottleneck_ms is not None
     assert 6.0 * 1.02 < plan.bottleneck_ms < 6.0 * 1.5
     assert _predicted_ms(plan) == pytest.approx(plan.bottleneck_ms)
-    assert _predicted_ms(plan, "model_parallel") == pytest.approx(12.0, rel=0.02)  # nobody is waited for
+    # One worker computes at a time, so only the mean counts.
+    assert _predicted_ms(plan, "model_parallel") == pytest.approx(12.0, rel=0.02)
     alone = make_plan(_profile(spread=spread), (Stage(0, 3),), 1e15, cost_model="calibrated")
     assert alone.bottleneck_ms == pytest.approx(12.0, rel=0.02)
-    # Plans are compared without spread. Otherwise the search would prefer a plan for which short times
+    # Plans are compared without the spread. Otherwise the search would prefer a plan for which short times
     # happened to be drawn.
     found = partition(_profile(spread=spread), 2, 1e15, cost_model="calibrated", straight=True)
     assert found.stages == plan.stages
@@ -263,12 +266,13 @@ def test_the_search_says_what_it_looked_at_and_is_never_behind_the_formulas() ->
     found = plan.predicted["search"]
     assert found["plans"] > 10
     assert plan.bottleneck_ms == pytest.approx(found["found_ms"])
-    assert found["found_ms"] <= found["formulas_ms"] * (1 + 1e-8)  # equal ones: the smaller plan
-    assert plan.bottleneck_ms == pytest.approx(6.0)  # three equal stages
+    # If both are equally fast, the smaller plan is chosen.
+    assert found["found_ms"] <= found["formulas_ms"] * (1 + 1e-8)
+    assert plan.bottleneck_ms == pytest.approx(6.0)  # three stages take 6 ms each
 
 
 def test_a_calibrated_plan_hides_slow_links_as_the_paper_s_does() -> None:
-    profile = _profile()  # 1,000 bytes cross. At 250 kB/s they take 4 ms one way, and stages take 6 ms.
+    profile = _profile()  # 1,000 bytes take 4 ms one way at 250 kB/s, and a stage takes 6 ms.
     plan = partition(profile, 2, 250e3, cost_model="calibrated", boundaries=[1], replicas=[1, 1])
     assert plan.in_flight == (4, 1)
     assert plan.bottleneck_ms == pytest.approx(6.0)
@@ -341,13 +345,12 @@ def test_a_plan_s_costs_that_cannot_be_are_refused_by_name(changes: dict[str, An
         _predicted_ms(replace(plan, predicted=plan.predicted | changes))
     options = _core.ScheduleOptions("pipedream", list(plan.in_flight), 1, plan.placement)
     spoilt = replace(plan, predicted=plan.predicted | changes)
-    assert predict_ms_of_run(spoilt, options) == plan.bottleneck_ms  # the run is over, and its result counts
+    # A wrong figure must not spoil the result of a finished run.
+    assert predict_ms_of_run(spoilt, options) == plan.bottleneck_ms
 
 
 def test_factors_that_a_profile_has_are_in_no_plan_without_a_codec() -> None:
-    """The costs of such a plan once included whole updates and products, as if replicas pushed factors.
-    Replicas that push whole gradients were then predicted 20 % too slow.
-    """
+    """Replicas push factors only with a codec. Without one, the costs must be those of whole gradients."""
     dense = _profile(update_ms_per_byte=0.001)
     factored = replace(dense.layers[0], factors=(WeightFactors(1000, 10),))
     profile = replace(dense, layers=(factored, *dense.layers[1:]))
@@ -358,8 +361,8 @@ def test_factors_that_a_profile_has_are_in_no_plan_without_a_codec() -> None:
 
 
 def test_spares_and_replicas_update_their_own_shares() -> None:
-    """The plan's costs are for a replica that owns 1/3 of the parameters. With one spare, a replica owns 1/5,
-    and the spare owns 2/5.
+    """The plan's costs are for a replica that owns 1/3 of the parameters. With one spare a replica owns 1/5,
+    and the spare owns 2/5. A spare owns a shard and computes no minibatches.
     """
     profile = _profile(update_ms=0.5, update_ms_per_byte=0.001, copy_ms_per_byte=0.0005)
     plan = make_plan(profile, (Stage(0, 3, 3),), 1e15, cost_model="calibrated")
@@ -380,8 +383,9 @@ def test_spares_and_replicas_update_their_own_shares() -> None:
 
 
 def test_of_many_workers_a_search_begins_at_some_counts_of_them() -> None:
-    """If a search for 1,024 workers began with every count, it would solve the formulas 2,048 times before it
-    scores its first plan."""
+    """A search for 1,024 workers must not begin with every count. Otherwise it would solve the formulas 2,048
+    times before it scores its first plan.
+    """
     counts = plan_search._some_counts
     assert counts(5) == [1, 2, 3, 4, 5]
     assert counts(64) == list(range(1, 65))

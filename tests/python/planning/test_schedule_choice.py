@@ -32,7 +32,7 @@ def make_profile(
     parameter_bytes: int = 1000,
 ) -> Profile:
     """Returns layers of 10 ms per minibatch. A microbatch takes its share of these, and fixed_ms more per
-    layer. fixed_ms None: no times of microbatches were measured.
+    layer. With fixed_ms None the profile has no times of microbatches.
     """
     times = None
     if fixed_ms is not None:
@@ -80,7 +80,9 @@ def test_a_flush_of_m_microbatches_has_its_bubble_and_no_delay() -> None:
 
 
 def test_a_worker_that_waits_for_a_longer_stage_counts_in_the_bubble() -> None:
-    """One worker has two layers of 10 ms. The other worker has one, so it waits for half of the time."""
+    """One worker has two layers of 10 ms, and the other has one layer. So the other worker waits for half of
+    the time.
+    """
     row = row_of(auto(make_profile(3), 2), "pipedream", 2)
     assert row["ms"] == pytest.approx(20, rel=1e-2)
     assert row["bubble"] == pytest.approx(0.25, abs=1e-2)
@@ -119,7 +121,7 @@ def test_one_schedule_has_its_microbatches_chosen() -> None:
 
 def test_given_microbatches_have_their_schedule_chosen() -> None:
     plan = auto(make_profile(), microbatches=2)
-    assert choice_of(plan) == ("flush", 2)  # as "pipedream" would be 3 / 2 updates late
+    assert choice_of(plan) == ("flush", 2)  # "pipedream" would be 3 / 2 updates late
     assert choice_of(auto(make_profile(), microbatches=2, delay_max=2)) == ("pipedream", 2)
 
 
@@ -179,7 +181,7 @@ def test_replicas_share_the_microbatches_that_a_delay_counts_in() -> None:
     profile = make_profile(3, fixed_ms=None)
     plan = auto(profile, 3, straight=False, boundaries=[1], replicas=[2, 1], microbatches=4, delay_max=3)
     assert plan.in_flight[0] == 2
-    assert row_of(plan, "pipedream", 4)["delay"] == 1 / 2  # of four microbatches two are each replica's
+    assert row_of(plan, "pipedream", 4)["delay"] == 1 / 2  # each replica has two of the four microbatches
     assert mean_delay(schedule_of(plan, "vertical_sync", 4)) == 1 / 2
     assert mean_delay(schedule_of(plan, "2bw", 4)) == 1
 
@@ -211,8 +213,8 @@ def test_a_schedule_that_is_a_round_late_has_microbatches_for_what_is_in_flight(
 
 
 def test_more_in_flight_for_a_slow_link_does_not_make_a_plan_too_late() -> None:
-    """The link takes 10 ms, a stage 20 ms. One more microbatch in flight hides the link and raises the delay.
-    It is not added if the delay would exceed delay_max.
+    """The link takes 10 ms and a stage 20 ms. One more microbatch in flight hides the link, but raises the
+    delay. It is not added if the delay would exceed delay_max.
     """
     layers = (LayerProfile("a", 5, 15, 10**7, 8), LayerProfile("b", 5, 15, 0, 8))
     how: dict[str, Any] = {"schedule": "auto", "microbatches": 4, "straight": True}

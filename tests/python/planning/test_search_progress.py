@@ -1,4 +1,4 @@
-"""Tests that a long search shows its progress, on a terminal and in a log."""
+"""Tests that a long search shows its progress, both on a terminal and in a log."""
 
 from __future__ import annotations
 

@@ -67,7 +67,9 @@ def test_a_plan_has_the_shapes_of_its_profile_and_of_what_it_is_to_fit() -> None
     ],
 )
 def test_what_is_no_minibatch_is_not_taken_for_one_to_fit(batch: Any, what: str) -> None:
-    """Without an error such a value would leave the plan unchanged, and the user would not notice."""
+    """Such a value must raise an error. Otherwise it would leave the plan unchanged, and the user would not
+    notice.
+    """
     with pytest.raises(TypeError, match=f"a {what} is no minibatch with tensors"):
         Plan.straight(2, 2).fitting(batch)
 
@@ -106,8 +108,8 @@ def test_no_product_of_sizes_is_more_than_for_one_of_the_kinds_that_cover_it(
             assert takes[-1] <= max(takes[:-1]) * (1 + 1e-6)
 
 
-# The test makes batches of sizes (length, 100 - length). No such size is covered by another one, or lies
-# between two others. So each length makes a kind of its own.
+# The test makes batches of sizes (length, 100 - length). None of these sizes covers another one or lies
+# between two others, so each length is a kind of its own.
 _LENGTHS = st.lists(st.integers(1, 99), min_size=NUM_KINDS_MAX + 1, max_size=60, unique=True)
 
 
@@ -118,7 +120,7 @@ def test_more_kinds_than_are_rehearsed_become_larger_ones_that_cover_each(
 ) -> None:
     batches = [{"x": _tensor(length, 100 - length), "y": _tensor(length)} for length in lengths]
     for batch in batches[::every]:
-        batch["z"] = _tensor(1)  # what others have not
+        batch["z"] = _tensor(1)  # an entry that other batches do not have
     kinds = with_apart([], batches)
     assert len(kinds) == NUM_KINDS_MAX
     assert all(cover(kinds, shapes_of(batch)) for batch in batches)
@@ -127,7 +129,7 @@ def test_more_kinds_than_are_rehearsed_become_larger_ones_that_cover_each(
 def test_those_two_become_one_that_are_smallest_together() -> None:
     kinds = tuple({"x": (size, 40 - 2 * size)} for size in range(1, NUM_KINDS_MAX + 1))
     assert with_apart(kinds, []) == kinds
-    # (1, 38) and (2, 36) become (2, 38). (16, 8) and (17, 6) stay apart, because (17, 8) would be larger.
+    # (1, 38) and (2, 36) become (2, 38), which is smaller than what any other pair would become.
     assert with_apart(kinds, [{"x": _tensor(17, 6)}]) == (*kinds[2:], {"x": (17, 6)}, {"x": (2, 38)})
     assert next_kind(kinds, {"x": (17, 6)}, are_apart=True) == {"x": (17, 8)}
     assert next_kind(kinds[1:], {"x": (17, 6)}, are_apart=True) == {"x": (17, 6)}
@@ -142,7 +144,7 @@ def test_kinds_that_no_minibatch_can_be_as_large_as_stay_apart() -> None:
 
 
 def test_a_plan_with_both_kinds_of_shapes_is_refused() -> None:
-    """Memory would be planned for a mixture of both kinds."""
+    """With both, memory would be planned for a mixture of the two."""
     with pytest.raises(ValueError, match="max_shapes and shapes_apart are both given") as refused:
         Plan(Plan.straight(2, 2).stages, max_shapes={"x": (4, 4)}, shapes_apart=({"x": (2, 9)},))
     assert "\n" not in str(refused.value)

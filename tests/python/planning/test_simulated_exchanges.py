@@ -1,4 +1,4 @@
-"""Tests that simulated exchanges between replicas take the times of closed forms.
+"""Tests that simulated exchanges between replicas take the times that closed forms give.
 
 tests/cpp/planner/lanes_test.cc tests how the chunks of several transfers share a worker's line.
 """
@@ -44,8 +44,8 @@ def test_chunks_are_updated_and_leave_while_others_come(num_chunks: int, round_m
 
 def test_chunks_to_several_others_come_as_the_line_is_shared() -> None:
     """Each of three replicas pushes for 8 ms and pulls for 8 ms over its line. The first chunks arrive after
-    4 ms and are updated while the second ones arrive. So the line never idles, and exchanges take 16 ms of a
-    round.
+    4 ms, and are updated while the second ones arrive. So the line never idles, and exchanges take 16 ms
+    of a round.
     """
     replicated = _core.ScheduleOptions(
         schedule="data_parallel", in_flight=[1], placement=_core.Placement.in_order([3])
@@ -72,7 +72,7 @@ def test_a_shard_s_version_waits_for_its_last_chunk() -> None:
 
 
 def test_pushes_leave_during_the_backward_as_its_layers_are_done() -> None:
-    leads_ms = [(1.0, 0.0), (1.5, 0.5)]  # of 2 chunks of each of two owners
+    leads_ms = [(1.0, 0.0), (1.5, 0.5)]  # for each owner, the leads of its two chunks
     times = _core.StageDurations(1.0, 2.0, 1.0, pull_ms=2.0, num_chunks=2, push_leads_ms=leads_ms)
     simulation = _simulated(_REPLICATED, times, 2)
     assert _carried(simulation, "push", 0, 0)[-2:] == pytest.approx((1.5, 3.5))

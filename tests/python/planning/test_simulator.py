@@ -1,5 +1,5 @@
-"""Tests simulations of instruction lists: lists written by hand to the millisecond, and all schedules by
-closed forms.
+"""Tests simulations of instruction lists. Lists written by hand are compared to the millisecond, and all
+schedules with closed forms.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Step(NamedTuple):
     replica: int = 0
 
     def __str__(self) -> str:
-        """Returns the step as a line of a program. All versions are 0, because they do not matter here."""
+        """Returns the step as a line of a program. All versions are 0, because simulations do not use
+        them.
+        """
         where = str(self.edge) if self.edge else f"stage {self.stage}"
         if self.replica and not self.edge:
             where += f" replica {self.replica}"
@@ -78,8 +80,8 @@ def transfer(opcode: str, kind: str, from_stage: int, to_stage: int, step: Step)
 
 
 def lists(*programs: str) -> Programs:
-    """Returns one list per worker. Sends and receives are added between neighbouring stages, even if one
-    worker has both.
+    """Returns one list per worker. Adds sends and receives between neighbouring stages, even if one worker
+    has both.
     """
     computed = [steps(text) for text in programs]
     last = max(step.stage for program in computed for step in program)
@@ -102,7 +104,7 @@ def with_transfers(step: Step, last: int) -> list[Step]:
 
 
 def times_of(simulation: Simulation) -> list[list[tuple[float, float]]]:
-    """Returns the begin and the end of each computation, by worker."""
+    """Returns the begin and the end of each computation, worker by worker."""
     return [
         [(begin_ms, end_ms) for step, begin_ms, end_ms in row if step.edge is None]
         for row in simulation.timeline
@@ -173,7 +175,7 @@ def test_other_transfers_than_those_of_a_boundary_take_the_link_without_time_unl
 
 def test_what_several_workers_send_one_comes_by_its_line_in_the_order_of_time() -> None:
     edges = [_core.Edge("activation", 0, 1, from_replica=replica) for replica in range(3)]
-    work = ([0, 3], [1], [2])  # forwards of each replica, the first of which sends last
+    work = ([0, 3], [1], [2])  # minibatches of each replica; replica 0 sends its first one last
     rows = [
         [
             *(Step("FORWARD", 0, minibatch, replica=replica) for minibatch in of_replica),
@@ -299,7 +301,7 @@ def test_the_garbage_collector_is_left_as_it_was(is_enabled: bool) -> None:
 def test_bubble_of_a_flushed_minibatch_is_one_microbatch_per_other_stage(
     schedule: str, num_stages: int, num_microbatches: int, times: _core.StageDurations
 ) -> None:
-    # The bubble's share is (S - 1) / (m + S - 1) by GPipe (NeurIPS'19), section 2.3.
+    # GPipe (NeurIPS'19), section 2.3, gives the bubble's share as (S - 1) / (m + S - 1).
     simulation = simulate_schedule(schedule, num_stages, 3, num_microbatches=num_microbatches, times=times)
     expected = (num_stages - 1) / (num_microbatches + num_stages - 1)
     assert simulation.bubble_share == pytest.approx(expected)
@@ -314,8 +316,8 @@ def test_bubble_of_a_flushed_minibatch_is_one_microbatch_per_other_stage(
 def test_interleaving_divides_the_bubble_by_the_chunks(
     num_workers: int, num_chunks: int, groups: int
 ) -> None:
-    # The bubble is (W - 1) / (v m + W - 1) of all time, with v stages per worker: Megatron-LM (SC'21),
-    # section 2.2.2.
+    # Megatron-LM (SC'21), section 2.2.2, gives the bubble's share as (W - 1) / (v m + W - 1), with v stages
+    # per worker.
     num_microbatches = groups * num_workers
     simulation = simulate_schedule(
         *("interleaved", num_workers * num_chunks, 3),
@@ -351,8 +353,8 @@ def test_model_parallelism_keeps_one_worker_busy(num_stages: int) -> None:
 
 
 def test_slow_link_is_hidden_by_as_many_minibatches_in_flight_as_its_round_trip_takes() -> None:
-    # A link is hidden with n_s = 1 + n_{s+1} + 2 C_s / T minibatches in flight. Here C_s = T, so stage 0
-    # needs two more than without the link.
+    # A link is hidden with n_s = 1 + n_{s+1} + 2 C_s / T minibatches in flight. C_s is its time one way, and
+    # T a stage's time. Here C_s = T, so stage 0 needs two more than without the link.
     options: dict[str, Any] = {"times": _core.StageDurations(1, 2), "transfer_ms": 3.0}
     for in_flight, is_hidden in (([2, 1], False), ([3, 1], False), ([4, 1], True)):
         simulation = simulate_schedule("pipedream", 2, 40, in_flight=in_flight, **options)
@@ -382,7 +384,7 @@ def simulate_replicas(
     rounds: int = 40,
     shard_ms: float = 0.0,
 ) -> Simulation:
-    """Simulates balanced stages: a stage with r replicas takes r times 3 ms for a minibatch."""
+    """Simulates balanced stages. With r replicas a stage takes 3 r ms for a minibatch at one replica."""
     options = _core.ScheduleOptions(
         schedule,
         list(in_flight or _core.derive_in_flight(num_replicas)),
@@ -412,7 +414,8 @@ def test_replicas_that_are_out_of_phase_wait_for_each_other_unless_more_is_in_fl
     num_replicas: tuple[int, ...], slowdown: float
 ) -> None:
     bsp = simulate_replicas(num_replicas)
-    assert bsp.ms_per_minibatch == pytest.approx(3 * slowdown, rel=2e-3)  # its period is not a round's
+    # Not exact, because its period is not that of a round.
+    assert bsp.ms_per_minibatch == pytest.approx(3 * slowdown, rel=2e-3)
     plan = Plan.replicated(len(num_replicas), num_replicas)
     in_phase = in_flight_in_phase(plan.in_flight, plan.stages)
     roomier = simulate_replicas(num_replicas, in_flight=in_phase)
@@ -436,7 +439,8 @@ def test_plans_whose_replicas_wait_are_those_that_say_so(num_replicas: tuple[int
 
 
 def test_data_parallel_waits_for_pushes_and_pulls_of_all_but_its_own_shard() -> None:
-    # In a round, each of 4 replicas pushes 3 shards to the others, then sends its new shard to each of the 3.
+    # In a round each of 4 replicas pushes 3 shards to the others. Then it sends its own new shard to each of
+    # the 3.
     simulation = simulate_replicas((4,), schedule="data_parallel", shard_ms=2.0)
     assert simulation.ms_per_minibatch == pytest.approx((4 * 3 + 2 * 3 * 2.0) / 4)
     assert simulation.steady_bubble_share == pytest.approx(1 - 12 / 24)
@@ -444,8 +448,8 @@ def test_data_parallel_waits_for_pushes_and_pulls_of_all_but_its_own_shard() -> 
 
 
 def test_steady_window_of_replicas_begins_and_ends_with_a_round() -> None:
-    # With 3-2 replicas, all stages begin a round together at every sixth minibatch. The steady window leaves
-    # out 5 minibatches at both ends.
+    # With 3-2 replicas all stages begin an update together at every sixth minibatch. The steady window leaves
+    # out 5 minibatches at each end.
     assert simulate_replicas((3, 2), rounds=2).ms_per_minibatch is None
     assert simulate_replicas((3, 2), rounds=3).ms_per_minibatch == pytest.approx(3 * 7 / 6)
 
@@ -465,7 +469,7 @@ def test_a_timeline_of_other_times_is_looked_at_alike() -> None:
 
 
 def _work_ms(times_ms: Sequence[float], opcode: str, microbatch: int) -> float:
-    """times_ms: the first arguments of StageDurations."""
+    """Returns the time of a computation. times_ms has the first arguments of StageDurations."""
     forward_ms, backward_ms, update_ms, recompute_ms, _, later_forward_ms, later_backward_ms = times_ms
     by_opcode = {
         "FORWARD": (forward_ms, later_forward_ms),
@@ -486,7 +490,7 @@ def test_every_instruction_begins_as_early_as_it_may_and_no_earlier(data: st.Dat
     num_workers = data.draw(st.integers(2 if schedule == "interleaved" else 1, 4))
     num_stages = num_workers * (data.draw(st.integers(1, 3)) if schedule == "interleaved" else 1)
     num_microbatches = data.draw(st.integers(num_stages if schedule == "2bw" else 1, 6))
-    durations = st.integers(0, 9).map(float)  # whole: sums are exact
+    durations = st.integers(0, 9).map(float)  # whole numbers, so that sums are exact
     times_ms = [[data.draw(durations) for _ in range(7)] for _ in range(num_stages)]
     transfer_ms = data.draw(durations)
     simulation = simulate_schedule(
@@ -540,8 +544,8 @@ def test_asynchronous_replicas_wait_for_the_answer_and_not_for_the_round() -> No
     )
     programs = _asynchronous(options, 8)
     simulation = simulate(programs, _core.StageDurations(1.0, 2.0, update_ms=0.5, pull_ms=2.0))
-    # A minibatch takes 3 ms for forward and backward, 2 for the push, 0.5 for the other owner's update and 2
-    # for the pull. The replica's own update runs meanwhile.
+    # A minibatch takes 7.5 ms: 3 for forward and backward, 2 for the push, 0.5 for the other owner's update
+    # and 2 for the pull. The replica's own update runs meanwhile.
     assert simulation.makespan_ms == pytest.approx(4 * 7.5)
     assert sum(transfer.what == "pull" for transfer in simulation.transfers) == 8
 

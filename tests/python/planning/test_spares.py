@@ -1,4 +1,6 @@
-"""Tests spare shards in plans: the load of links, when spares make a plan faster, and how they are shown."""
+"""Tests spares in plans: the load of links, when spares make a plan faster, and how they are shown. A spare
+owns a shard of a stage's parameters, but computes no minibatches.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _BYTES_PER_S = 1e9
 
 
 def _profile(compute_ms: float, *parameter_bytes: int) -> Profile:
-    """Returns layers that differ only in their parameters. Each one but the last passes on 1 byte."""
+    """Returns layers that differ only in their parameters. All but the last have an output of 1 byte."""
     last = len(parameter_bytes) - 1
     layers = [
         LayerProfile(f"layer{i}", compute_ms / 3, 2 * compute_ms / 3, int(i < last), num_bytes)
@@ -30,7 +32,7 @@ def _profile(compute_ms: float, *parameter_bytes: int) -> Profile:
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 5, 15])
 def test_shares_are_the_cores_and_a_round_takes_what_flows_that_share_links_do(num_replicas: int) -> None:
-    num_bytes = 1 << 40  # beside which a chunk takes no time
+    num_bytes = 1 << 40  # so large that a single chunk takes no time in comparison
     for num_spares in range(num_replicas + 1):
         dealt = _core.shard_shares(num_replicas, num_spares)
         of_replica, of_spare = shard_shares(num_replicas, num_spares)
@@ -38,7 +40,7 @@ def test_shares_are_the_cores_and_a_round_takes_what_flows_that_share_links_do(n
         if num_spares:
             assert dealt[-1] / sum(dealt) == pytest.approx(of_spare)
         carried_ms = 1e3 * (1 + (num_replicas - 2) * of_replica) * num_bytes / _BYTES_PER_S
-        if of_replica == 0.0:  # the spares' links are fuller
+        if of_replica == 0.0:  # the spares' links carry more than the replicas'
             carried_ms *= num_replicas / num_spares
         found_ms = round_ms(num_bytes, num_replicas, num_spares, _BYTES_PER_S)
         assert found_ms == pytest.approx(carried_ms, rel=1e-4)
@@ -55,8 +57,8 @@ def test_the_last_chunks_of_a_spare_count() -> None:
     chunk_ms = 0.4 * 1e3 * num_bytes / bytes_per_s / 26
     carried_ms = 1.2 * 1e3 * num_bytes / bytes_per_s
     assert round_ms(num_bytes, 3, 1, bytes_per_s) == pytest.approx(carried_ms + 3 * chunk_ms)
-    # A shard of so few bytes is a single chunk. The spare sends it only after all replicas have pushed it, so
-    # the spare makes the round longer.
+    # So small a shard is a single chunk. The spare sends it only after all replicas have pushed it. So the
+    # spare makes the round longer.
     without_ms = round_ms(1 << 20, 3, 0, bytes_per_s)
     assert round_ms(1 << 20, 3, 1, bytes_per_s) > without_ms
     small = partition(_profile(3.0, 1 << 20), 3, bytes_per_s, replicas=[3], spare_workers=1)
@@ -127,8 +129,8 @@ def test_spares_are_planned_where_the_exchange_is_slowest() -> None:
 def test_stages_that_are_as_slow_as_each_other_get_spares_together(
     spare_workers: int, used: tuple[int, int]
 ) -> None:
-    """The first spare makes only one of two equally slow stages faster, and so not the plan. The search
-    must go on nevertheless.
+    """The first spare speeds up one of two equally slow stages, which does not make the plan faster. The
+    search must still try a second one.
     """
     how: dict[str, Any] = {"replicas": [3, 3], "boundaries": [0], "spare_workers": spare_workers}
     plan = partition(_profile(3.0, 40_000_000, 40_000_000), 6, _BYTES_PER_S, **how)

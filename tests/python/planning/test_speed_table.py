@@ -1,4 +1,4 @@
-"""Tests the table of models, workers and links: its speeds, and the files that it reads."""
+"""Tests the table of models, workers and links: its speeds, and the profiles that it reads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _profile(model: str | None, parameter_bytes: int = 0) -> Profile:
 
 
 def test_speeds_are_over_one_worker_and_over_data_parallel() -> None:
-    # Two workers with data parallelism send 4 (m - 1) |w| / m = 8 MB in a round of two minibatches. That
-    # takes 80 ms at 100 MB/s.
+    # In a round of two minibatches, two data-parallel workers send 4 (m - 1) |w| / m = 8 MB. That takes 80 ms
+    # at 100 MB/s.
     rows = make_speeds({"even": _profile("even", 1_000_000)}, [1, 2], ["800Mbit/s"])
     assert [(row.num_workers, row.plan.workers_used) for row in rows] == [(1, 1), (2, 2)]
     assert [row.over_one_worker for row in rows] == [pytest.approx(1), pytest.approx(2)]
@@ -44,7 +44,8 @@ def test_a_row_says_which_kind_of_plan_it_is() -> None:
 def test_a_folder_s_profiles_are_read_and_its_other_files_passed_over(tmp_path: Path) -> None:
     _profile("b").save(tmp_path / "1.json")
     _profile("a").save(tmp_path / "2.json")
-    _profile("a").save(tmp_path / "3.json")  # of the same name, which then is the file's
+    # Has the name of another profile, so the table calls it by its file.
+    _profile("a").save(tmp_path / "3.json")
     (tmp_path / "optima.json").write_text("[]")
     assert list(read_profiles([tmp_path])) == ["b", "a", str(tmp_path / "3.json")]
     (tmp_path / "empty").mkdir()

@@ -1,5 +1,5 @@
-"""Tests how the spread of items is measured, from items that follow each other, and how factors are drawn
-from decks.
+"""Tests how the spread of items' times is measured, and how factors of time are drawn from decks. Items that
+follow each other are measured together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def test_even_items_have_factors_of_one_and_a_slow_change_is_no_spread() -> None
 def test_stalls_are_kept_and_the_mean_is_one() -> None:
     (factors,) = measured_spread({"UPDATE": [([1.0] * 9 + [11.0]) * 20]}).values()
     assert sum(factors) == pytest.approx(20)
-    assert factors[:18] == pytest.approx([0.5] * 18, rel=0.3)  # of a mean of 2
+    assert factors[:18] == pytest.approx([0.5] * 18, rel=0.3)  # 0.5 is 1 ms divided by the mean of 2 ms
     assert min(factors[18:]) > 4.5
 
 

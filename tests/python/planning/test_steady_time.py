@@ -50,7 +50,7 @@ def _drawn_options(data: st.DataObject) -> _core.ScheduleOptions:
             staleness=data.draw(st.integers(0, 2)) if schedule == "pipedream" else 0,
             uses_allreduce=max(replicas) > 1 and data.draw(st.booleans()),
         )
-    except ValueError:  # what schedules do not have together
+    except ValueError:  # the schedule does not allow these options together
         assume(False)
         raise
 
@@ -110,8 +110,9 @@ def test_durations_of_another_plan_are_refused() -> None:
 
 
 def test_norms_between_replicas_take_no_time_of_their_links() -> None:
-    """If an exchange of norms took as long as that of a shard, runs with max_grad_norm and replicas would be
-    predicted too slow."""
+    """Norms are small. If their exchange took as long as that of a shard, runs with max_grad_norm and
+    replicas would be predicted too slow.
+    """
     placement = _core.Placement.in_order([3])
     without, norms = (
         _core.ScheduleOptions(in_flight=[1], placement=placement, exchanges_norms=exchanged)

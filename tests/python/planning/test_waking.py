@@ -1,4 +1,4 @@
-"""Tests costs of items after a wait, by closed forms, with a core for each worker and with shared cores."""
+"""Tests the costs that items have after a wait, by closed forms. Workers have a core each, or share cores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def _programs(schedule: str) -> list[list[_core.Instruction]]:
 def _simulations(
     schedule: str, wakings_ms: list[tuple[float, float, float]], *after_ms: float
 ) -> list[Simulation]:
-    """wakings_ms: the costs of a forward, a backward and an update after waits of after_ms."""
+    """Simulates the schedule with a core per worker and with shared cores. wakings_ms has the costs of a
+    forward, a backward and an update after waits of after_ms.
+    """
     programs, times = _programs(schedule), _core.StageDurations(1.0, 2.0, wakings_ms=wakings_ms)
     hosts = (None, SharedHost(2, 2))
     return [simulate(programs, times, 0.0, Conditions(host, waking_after_ms=after_ms)) for host in hosts]
@@ -42,7 +44,8 @@ def test_workers_that_wait_for_each_other_in_turn_wake_for_each_item() -> None:
 
 def test_a_worker_that_never_waits_never_wakes() -> None:
     for simulation in _simulations("pipedream", [(0.25, 0.0, 0.0)], 2.0):
-        assert simulation.ms_per_minibatch == pytest.approx(3.0, rel=0.005)  # but once, after the warm-up
+        # It wakes only once, after the warm-up.
+        assert simulation.ms_per_minibatch == pytest.approx(3.0, rel=0.005)
 
 
 def test_nobody_pays_for_a_wait_twice() -> None:
@@ -57,8 +60,7 @@ def test_nobody_pays_for_a_wait_twice() -> None:
             if timed.instruction.edge is None:
                 opcode = timed.instruction.opcode
                 extra.setdefault(opcode, []).append(timed.end_ms - timed.begin_ms - alone_ms[opcode])
-        # The first item of each kind pays nothing, because a wait is counted from the last item of the same
-        # kind.
+        # A wait is counted from the last item of the same kind, so the first item of each kind pays nothing.
         for opcode, more_ms in extra.items():
             assert more_ms == pytest.approx([0.0] + [kinds[opcode]] * (_MINIBATCHES - 1))
 
@@ -78,8 +80,8 @@ def test_what_is_lost_at_once_and_what_is_lost_slowly_add_up() -> None:
     wakings = [_WAKING, Waking(8.0, {"FORWARD": 0.5})]
     assert waking_share(wakings, "FORWARD", 4.0) == pytest.approx(0.25 + 0.25)
     assert waking_share(wakings, "BACKWARD", 4.0) == 0
-    # A stage waits for 3 + x ms before each forward, and the forward takes x ms longer: x = 1 + 2 (3 + x) / 8
-    # = 7 / 3.
+    # A stage waits for 3 + x ms before each forward, and the forward takes x ms longer. From x = 1 + 2 (3 +
+    # x) / 8 follows x = 7 / 3.
     for simulation in _simulations("model_parallel", [(1.0, 0.0, 0.0), (2.0, 0.0, 0.0)], 2.0, 8.0):
         assert simulation.ms_per_minibatch == pytest.approx(6 + 2 * 7 / 3, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""layer_sweep.py: a model on the meta device is profiled with one layer in memory at a time."""
+"""Tests layer_sweep.py: a model on the meta device is profiled with one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH = 64
 
 
 class _Watched(nn.Linear):
-    """Records how many layers of the model have values while this layer runs."""
+    """Records how many layers of the model have values while it runs."""
 
     others: list[nn.Linear]
     seen: ClassVar[set[int]] = set()
@@ -42,7 +42,7 @@ def test_a_model_on_meta_has_the_sizes_of_the_one_with_values(name: str) -> None
     ]
     assert sizes[0] == sizes[1]
     saved = [sum(layer.saved_bytes or 0 for layer in found.layers) for found in (on_meta, usual)]
-    assert saved[0] >= saved[1]  # what two layers save counts at both
+    assert saved[0] >= saved[1]  # a tensor that two layers save counts for both
     assert on_meta.batch_size == usual.batch_size
     assert all(layer.forward_ms > 0 for layer in on_meta.layers)
 
@@ -71,7 +71,7 @@ def test_buffers_are_on_meta_again() -> None:
 
 
 class _Aside(nn.Module):
-    """Leaves a number in an attribute. Code behind a cut reads it."""
+    """Stores a number in an attribute, which code behind a cut reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,9 @@ def test_where_it_does_not_fit_whole_that_is_said(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_layers_of_a_model_on_meta_drop_the_same_ones_at_random(seed: int) -> None:
-    """If each layer drew by itself which layers are dropped, layers that it needs would be missing."""
+    """All layers must draw the same numbers. Otherwise one layer would need the output of a layer that has
+    been dropped.
+    """
     torch.manual_seed(seed)
     with torch.device("meta"):
         model = RandomlyDropped()

@@ -15,8 +15,9 @@ from torch import nn
 
 
 class _Passes:
-    """Two layers whose times are a function of the number of samples. The second takes twice as long as the
-    first, and a backward three times as long as a forward."""
+    """Two layers whose times are a function of the number of samples. The second layer takes twice as long as
+    the first, and a backward three times as long as a forward.
+    """
 
     layer_names = ("a", "b")
 
@@ -93,7 +94,9 @@ def test_a_minibatch_of_one_sample_has_no_microbatches_to_time() -> None:
 
 
 def test_a_profile_has_what_microbatches_of_its_model_take() -> None:
-    """The layer Work takes the same time for any number of samples. Batch norm refuses a single sample."""
+    """The layer Work takes the same time for any number of samples, and batch norm refuses a single
+    sample.
+    """
 
     class Work(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

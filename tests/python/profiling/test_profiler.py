@@ -25,8 +25,9 @@ from twins import CHANGING, TWINS, cross_entropy
 
 
 class Record:
-    """Counts a layer's forwards outside the model, because the profiler restores all attributes of the
-    model."""
+    """Counts a layer's forwards. It is outside the model, because the profiler restores all attributes of the
+    model.
+    """
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
@@ -34,7 +35,7 @@ class Record:
 
 
 class Recorded(nn.Module):
-    """Notes its forwards and the gradients that reach it."""
+    """Records its forwards and the gradients that reach it."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ def test_a_tied_parameter_counts_where_it_is_first_used_and_a_frozen_one_nowhere
 
 
 def _num_whole(record: Record) -> int:
-    """Minibatches before the first piece of one."""
+    """Returns the number of whole minibatches before the first piece of one."""
     whole = itertools.takewhile(lambda size: size == record.batch_sizes[0], record.batch_sizes)
     return sum(1 for _ in whole)
 
@@ -105,7 +106,7 @@ def test_the_gradients_that_flow_are_those_of_the_unsplit_model() -> None:
     record.batch_sizes.clear()
     profile(model, [(inputs, targets)], squared_error, minibatches=2, check=False)
     whole = record.gradients[: _num_whole(record)]
-    assert len(whole) == 7  # five of warm-up
+    assert len(whole) == 7  # five of them belong to the warm-up
     assert all(torch.equal(gradient, expected) for gradient in whole)
 
 
@@ -132,7 +133,7 @@ class _Bags(nn.Module):
 
 
 def test_samples_are_counted_as_in_a_run_where_the_inputs_have_other_sizes() -> None:
-    # A batch has fewer samples than words. If words were counted as samples, the rates would be too high, and
+    # A batch has fewer samples than words. If words counted as samples, the rates would be too high, and
     # minibatches with other numbers of words would not be timed.
     def batch(*lengths: int) -> Batch:
         offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
@@ -140,7 +141,7 @@ def test_samples_are_counted_as_in_a_run_where_the_inputs_have_other_sizes() -> 
 
     batches = [batch(4, 2), batch(1, 2), batch(3, 3), batch(2, 5), batch(1, 1), batch(6, 6), batch(3, 1)]
     measured = profile(_Bags(), iter(batches), nn.functional.cross_entropy, check=False)
-    assert (measured.batch_size, measured.minibatches) == (2, 2)  # and five of warm-up
+    assert (measured.batch_size, measured.minibatches) == (2, 2)  # the other five belong to the warm-up
 
 
 def test_a_generator_that_ends_early_leaves_what_it_gave() -> None:
@@ -159,13 +160,13 @@ def test_the_time_limit_ends_an_endless_stream_after_at_least_one_of_warm_up() -
 
     model, record = _recorded_model()
     measured = profile(model, endless(), squared_error, minibatches=10**9, seconds=1e-9, check=False)
-    pieces = [BATCH // 2, BATCH // 3]  # for microbatches, which are warmed up and timed once
+    pieces = [BATCH // 2, BATCH // 3]  # pieces for the times of microbatches, warmed up once and timed once
     assert record.batch_sizes == [BATCH, BATCH, *pieces, BATCH, *pieces]
     assert measured.minibatches == 1
 
 
 class Clock:
-    """Replaces the machine's clock. Time passes only when a test says so."""
+    """Replaces the machine's clock. Time passes only when the test says so."""
 
     now_s = 0.0
 
@@ -214,13 +215,14 @@ def test_times_are_means_of_each_layers_own_forward_and_backward(monkeypatch: py
 
     def batches() -> Iterator[Batch]:
         while True:
-            clock.pass_ms(500)  # reading the data is no layer's time
+            clock.pass_ms(500)  # the time of reading data belongs to no layer
             yield torch.ones(2, 2), torch.ones(2)
 
     model = nn.Sequential(Costly(clock, 1, 2), Costly(clock, 3, 4))
     first, last = profile(model, batches(), loss_fn, minibatches=3, check=False).layers
     assert (first.forward_ms, first.backward_ms) == pytest.approx((1, 2))
-    assert (last.forward_ms, last.backward_ms) == pytest.approx((3 + 20, 4))  # the loss is the last layer's
+    # The loss belongs to the last layer.
+    assert (last.forward_ms, last.backward_ms) == pytest.approx((3 + 20, 4))
 
 
 def test_profiling_ends_once_the_time_is_known_and_says_how_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +231,7 @@ def test_profiling_ends_once_the_time_is_known_and_says_how_well(monkeypatch: py
     batch = (torch.ones(2, 2), torch.ones(2))
     steady = profile(nn.Sequential(Costly(clock, 1, 2)), [batch], lambda outputs, _: outputs.sum())
     assert (steady.minibatches, steady.time_error) == (50, pytest.approx(0, abs=1e-9))
-    times_ms = itertools.cycle([0.0] * 15 + [3.0] * 15)  # the machine is slower now and then
+    times_ms = itertools.cycle([0.0] * 15 + [3.0] * 15)  # the machine is slower for half of the time
 
     def loss_fn(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         clock.pass_ms(next(times_ms))
@@ -282,7 +284,7 @@ def _trace(model: nn.Module) -> Any:
 @pytest.mark.parametrize("name", ["cnn", "dropout"])
 def test_profiling_leaves_model_data_and_random_numbers_as_they_were(name: str) -> None:
     case = CASES[name]
-    # An in-place first layer would change the caller's inputs.
+    # The first layer works in place. It must not change the caller's inputs.
     model = nn.Sequential(nn.ReLU(inplace=True), *case.model())
     model[1].weight.grad = torch.ones_like(model[1].weight)
     model[-1].eval()
@@ -375,7 +377,8 @@ def test_any_module_is_measured_between_the_places_where_it_may_be_cut() -> None
     assert [layer.name for layer in measured.layers] == cut.layer_names
     assert [layer.activation_bytes for layer in measured.layers] == [*(p.num_bytes for p in cut.offered), 0]
     assert measured.parameter_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert measured.layers[0].parameter_bytes == model.words.weight.numel() * 8  # the tied head's too
+    # The tied head's weight is the same.
+    assert measured.layers[0].parameter_bytes == model.words.weight.numel() * 8
     assert measured.layers[-1].parameter_bytes == 0
     assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in measured.layers)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -383,7 +386,7 @@ def test_any_module_is_measured_between_the_places_where_it_may_be_cut() -> None
 
 
 class _Slow(torch.autograd.Function):
-    """Passes time on the fake clock: 1 s forward, 2 s backward."""
+    """Lets time pass on the fake clock: 1 s in the forward, 2 s in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, clock: Clock) -> torch.Tensor:
@@ -425,7 +428,7 @@ def test_the_time_of_a_part_of_the_forward_is_its_own_forward_and_backward(
 
 
 class _Hidden(nn.Module):
-    """Passes a value to later code without an operation of torch."""
+    """Passes a value to later code outside the graph, without an operation of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +457,7 @@ class _HiddenInModule(_Hidden):
 
 
 class _Late(_HiddenInModule):
-    """With a place to cut before the value is hidden."""
+    """Has a possible cut before the place where the value is hidden."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -466,8 +469,9 @@ class _Late(_HiddenInModule):
 
 
 class _Appends(nn.Module):
-    """A hook appends an output to a list, and later code reads the list. Only a stage that runs the hooked
-    layer has that output."""
+    """A module whose hook appends an output to a list, which later code reads. Only a stage that runs the
+    hooked layer has that output.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -487,7 +491,8 @@ def test_a_cut_that_changes_what_is_computed_is_left_out_and_the_log_names_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     data = CASES["mlp"].data(1, torch.float32)
-    profile(_Hidden(), data, squared_error, minibatches=1)  # what crosses is what is read
+    # Here the value that crosses the cut is the value that is read.
+    profile(_Hidden(), data, squared_error, minibatches=1)
     assert not caplog.text
     measured = profile(_Late(), data, squared_error, minibatches=1)
     assert measured.cuts == ("stem",)
@@ -499,7 +504,7 @@ def test_a_cut_that_changes_what_is_computed_is_left_out_and_the_log_names_it(
 
 
 class _Keeps(_HiddenInModule):
-    """Keeps a value from one minibatch to the next. It does so after the last possible cut."""
+    """Keeps a value from one minibatch to the next, behind the last possible cut."""
 
     def __init__(self, kept: str) -> None:
         super().__init__()
@@ -712,14 +717,14 @@ def test_what_each_replica_adds_to_a_product_of_factors_is_measured() -> None:
             assert len(super().finish_minibatch()) == 3
             return [next(told), 99.0, 99.0]
 
-    told = iter([20.0, 5.0])  # of four replicas' rows, of one's
+    told = iter([20.0, 5.0])  # the times of four replicas' rows and of one's
     assert product_ms_per_replica(torch.ones(2, 3), 4, Counted()) == 5.0
-    told = iter([4.0, 5.0])  # less than can be told from the noise
+    told = iter([4.0, 5.0])  # the difference is smaller than the noise
     assert product_ms_per_replica(torch.ones(2, 3), 4, Counted()) == 0.0
 
 
 class _Graph:
-    """A batch of graphs as libraries of graph networks join it."""
+    """A batch of graphs, as libraries for graph networks join them."""
 
     def __init__(self, nodes: torch.Tensor, joined: torch.Tensor) -> None:
         self.nodes, self.joined = nodes, joined
@@ -746,7 +751,7 @@ def test_inputs_in_an_object_that_cannot_cross_are_named_with_the_remedy(
 
 
 class _Epochs:
-    """Counts its epochs in an object of its own."""
+    """Counts its epochs in another object."""
 
     def __init__(self) -> None:
         self.counts = {"epochs": 0}
@@ -775,7 +780,7 @@ class _Stream:
 
 
 def test_a_stream_is_profiled_as_far_as_it_goes_and_asked_for_no_more() -> None:
-    # One over a queue would wait for it for ever.
+    # Asking a stream that waits on a queue for more would block for ever.
     data = _Stream()
     assert profile(nn.Sequential(nn.Linear(3, 1)), data, nn.functional.mse_loss).minibatches == 1
     assert data.times_asked == 1
@@ -802,14 +807,13 @@ def test_autocast_is_profiled_as_it_is_run() -> None:
 
 
 def test_a_place_whose_call_some_minibatches_leave_out_is_no_cut(caplog: pytest.LogCaptureFixture) -> None:
-    """The run ended at the first of them."""
+    """Some minibatches leave out a block. A cut inside a block would end the run at the first of them."""
     twin = CHANGING["self_skipping"]
     model, data = twin.model(), twin.data(8)
     everywhere = cut_model(model, *data[0], cross_entropy).layer_names
     assert "blocks.0.linear" in everywhere
     measured = profile(model, data, cross_entropy, minibatches=12)
-    # A cut inside a block is not offered, because each block is left out now and then. A cut at a block's end
-    # is offered.
+    # Each block is left out now and then, so no cut is offered inside one. A cut at a block's end is offered.
     assert set(measured.cuts or ()) == {"first", *(f"blocks.{index}" for index in range(6))}
     assert [layer.name for layer in measured.layers] == [*(measured.cuts or ()), "last"]
     assert sum(layer.parameter_bytes for layer in measured.layers) == sum(

@@ -1,5 +1,6 @@
-"""Tests the reference with boundaries at which the pipeline drains. The part between two boundaries is a run
-of its own, which starts from the state at the end of the part before."""
+"""Tests the reference with boundaries at which the pipeline drains. The part between two boundaries is a
+separate run, which starts from the state at the end of the part before.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from pipedream.planning.plan import Plan, Stage
 from pipedream.reference.versions import Versions
 from training import assert_close_losses, assert_close_state
 
-# One thread: the tensors are tiny.
+# The tensors are tiny, so one thread is fastest.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-_SGD = functools.partial(torch.optim.SGD, lr=0.05)  # which remembers nothing
+_SGD = functools.partial(torch.optim.SGD, lr=0.05)  # without momentum, so it has no state
 _SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "model_parallel")
 _PLANS = [(1, 1), (1, 1, 1), (2, 1), (1, 2), (3, 1), (2, 2)]
 
@@ -53,7 +54,8 @@ def test_a_boundary_ends_one_run_and_begins_another(
         losses += part.losses
         for stage, versions in enumerate(part.versions):
             rounds = multiple if schedule in ("flush", "gpipe", "model_parallel") else num_replicas[stage]
-            rounds = rounds if schedule != "2bw" else 1  # 6 microbatches are equally many of each replica
+            # The 6 microbatches are spread evenly over the replicas.
+            rounds = rounds if schedule != "2bw" else 1
             found = together.versions[stage][begin:end]
             assert found == [(f + begin // rounds, b + begin // rounds) for f, b in versions]
     assert_close_losses(together.losses, losses, 1e-9)

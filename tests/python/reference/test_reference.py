@@ -1,5 +1,6 @@
-"""Tests the reference. If no version is delayed, it is plain training. Otherwise it equals a loop that is
-written out by hand here."""
+"""Tests the reference. Without delays it must equal plain training. With delays it must equal a loop that is
+written out by hand here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from training import (
     train_plainly,
 )
 
-# One thread: the tensors are tiny.
+# The tensors are tiny, so one thread is fastest.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DRAINING = ("flush", "gpipe", "model_parallel", "interleaved")
@@ -127,8 +128,8 @@ def _scale(weight: float) -> nn.Linear:
 
 
 def test_weights_follow_the_recursion_worked_out_by_hand() -> None:
-    # loss_i = (c b a x_i - y_i)^2, with one factor at each of three stages. Minibatch i reads version i - 2
-    # of a, version i - 1 of b and version i of c.
+    # The loss is (c b a x_i - y_i)^2, with one factor at each of three stages. Minibatch i reads version i -
+    # 2 of a, version i - 1 of b and version i of c.
     rate = 0.05
     samples = [(0.5, 1.0), (-1.0, 0.3), (0.8, -0.2), (1.2, 0.7), (0.1, 0.1), (-0.4, 0.9)]
     a, b, c = [0.7], [-0.4], [1.1]
@@ -198,7 +199,7 @@ def test_several_stages_repeat_with_a_seed_and_leave_the_global_generators_alone
     unseeded = losses(None)
     torch.rand(1)
     assert losses(5) == first
-    assert losses(None) != unseeded  # the global state has moved on
+    assert losses(None) != unseeded  # the draw before has changed torch's state
     torch.manual_seed(1)
     assert losses(None) == unseeded
     assert losses(6) != first
@@ -245,7 +246,9 @@ def test_the_optimizer_is_called_once_per_stage_with_names_if_it_asks_for_them()
 
 
 def _is_running(name: str) -> bool:
-    """Whether a buffer is a running statistic of a batch norm. Microbatches change these statistics."""
+    """Returns whether a buffer is a running statistic of a batch norm. Microbatches change these
+    statistics.
+    """
     return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
 
 
@@ -297,8 +300,8 @@ def test_schedules_that_drain_equal_plain_gradient_accumulation(row: Row) -> Non
 _UNDELAYED_AT_ONE_STAGE = [name for name in (*DELAYED, "naive", *DRAINING) if name != "2bw"]
 
 
-# With one stage all these schedules do the same. So each schedule is tested with two models, and each model
-# with one or two schedules.
+# With one stage all these schedules do the same. So each schedule is tested with two models only, and each
+# model with one or two schedules.
 @pytest.mark.parametrize(
     ("case_name", "schedule"),
     [
@@ -330,7 +333,9 @@ def test_microbatches_count_by_their_samples() -> None:
 
 
 def _owner_stages(case: Case, num_stages: int, model: nn.Sequential) -> tuple[dict[str, int], set[str]]:
-    """Returns (parameter name -> the stage that owns it, the names of parameters that several stages use)."""
+    """Returns a dict from a parameter's name to the stage that owns it, and the names of parameters that
+    several stages use.
+    """
     cuts = case.cuts[num_stages]
     stages_of: dict[int, set[int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -348,9 +353,10 @@ def _train_delayed(
     *,
     region: Callable[[], Any] = contextlib.nullcontext,
 ) -> tuple[list[float], State]:
-    """Trains by hand, with the given versions. For microbatch k, counted through the run, stage s of a copy
-    of the model gets the weights of version_of(s, k), and the copy computes the gradients. The gradients of a
-    minibatch then change the newest weights."""
+    """Trains by hand with the given versions. For microbatch k of the run, a copy of the model gets for stage
+    s the weights of version_of(s, k). The copy computes the gradients. The gradients of a minibatch then
+    change the newest weights.
+    """
     case = training.case
     model = training.model()
     owners, tied = _owner_stages(case, training.num_stages, model)
@@ -422,8 +428,8 @@ def test_delayed_schedules_equal_a_hand_written_delayed_loop(row: Row) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_a_tied_parameter_is_read_at_one_version_by_all_its_stages(num_stages: int) -> None:
-    # Shows that the test above can fail: with other versions of the tied parameter at the last stage the
-    # losses differ.
+    # This shows that the test above can fail. If the last stage reads another version of the tied parameter,
+    # the losses differ.
     training = Training("tied_apart", num_stages)
     result, _ = train_by_reference(training)
     version_of, _ = _by_hand(training)
@@ -434,7 +440,7 @@ def test_a_tied_parameter_is_read_at_one_version_by_all_its_stages(num_stages: i
 
 
 def test_a_tied_parameter_is_stashed_with_naive_too() -> None:
-    # Only the tied weight is trained. So nothing else can make a difference between naive and stashing.
+    # Only the tied weight is trained, so no other weight could make naive differ from stashing.
     case = CASES["tied_apart"]
 
     def only_the_tied(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -467,7 +473,7 @@ def test_the_owner_of_a_tied_parameter_alone_has_it_in_its_optimizer() -> None:
 
 
 def test_2bw_is_a_step_with_the_gradient_at_the_weights_before_the_newest() -> None:
-    # W(t + 1) = W(t) - rate * gradient at W(t - 1): PipeDream-2BW (ICML'21), section 3.1.
+    # PipeDream-2BW (ICML'21), section 3.1: W(t + 1) = W(t) - rate * gradient at W(t - 1).
     case, rate = CASES["transformer"], 0.05
     older, newest = case.model(), case.model()
     losses = []
@@ -539,8 +545,8 @@ def test_naive_is_stashing_where_no_stage_but_the_last_passes_a_gradient_on(trai
 
 @pytest.mark.parametrize("recompute", [None, True, [0], [1, 2]])
 def test_naive_is_the_recursion_worked_out_by_hand(recompute: Any) -> None:
-    # Each of three stages computes y = q (p x). Forwards read old weights, backwards new ones. The backward
-    # needs p x for the gradient of q; this product is from the forward, unless the stage recomputes it.
+    # Each of three stages computes y = q (p x). Forwards read old weights, backwards read new ones. For the
+    # gradient of q the backward needs p x. This product is the forward's, unless the stage recomputes it.
     rate, samples = 0.05, [(0.5, 1.0), (-1.0, 0.3), (0.8, -0.2), (1.2, 0.7), (0.1, 0.1), (-0.4, 0.9)]
     recomputed = {0, 1, 2} if recompute is True else set(recompute or [])
     former = [[(0.7, 1.2)], [(-0.4, 0.9)], [(1.1, 0.8)]]
@@ -579,7 +585,7 @@ def test_naive_is_the_recursion_worked_out_by_hand(recompute: Any) -> None:
 @pytest.mark.parametrize("case_name", CASES)
 def test_a_recomputed_forward_at_the_same_weights_changes_nothing(case_name: str, microbatches: int) -> None:
     # With one minibatch in flight, naive reads the same version in forward and backward. So a recompute could
-    # only differ by new dropout masks, or by buffers that change twice.
+    # differ only by new dropout masks, or by buffers that change twice.
     training = Training(
         case_name, 3, in_flight=(1, 1, 1), microbatches=microbatches, schedule="naive", num_minibatches=4
     )
@@ -616,8 +622,9 @@ def test_naive_with_recompute_differs_from_naive() -> None:
 @pytest.mark.parametrize("schedule", DELAYED)
 @pytest.mark.parametrize("case_name", ["mlp", "cnn", "transformer", "tied", "tied_apart", "lstm"])
 def test_gradients_are_the_slopes_of_the_loss_at_the_versions_read(case_name: str, schedule: str) -> None:
-    """Compares steps of plain gradient descent with central differences of a loss. That is the loss of the
-    whole model with the versions that minibatch 4 reads at each stage."""
+    """Compares steps of plain gradient descent with central differences of a loss. This is the loss of the
+    whole model with the versions that minibatch 4 reads at each stage.
+    """
     num_stages, minibatch, rate = 3, 4, 0.05
     training = Training(
         case_name,
@@ -637,7 +644,7 @@ def test_gradients_are_the_slopes_of_the_loss_at_the_versions_read(case_name: st
     model = case.model()
     owners, tied = _owner_stages(case, num_stages, model)
     version_of, tied_version_of = _by_hand(training)
-    first = minibatch * training.microbatches  # 2bw's others read what the first one reads
+    first = minibatch * training.microbatches  # all microbatches of a minibatch of 2bw read the same version
     read = {
         name: states[tied_version_of(first) if name in tied else version_of(stage, first)][name]
         for name, stage in owners.items()
@@ -770,8 +777,9 @@ class _Probe(torch.autograd.Function):
 
 
 class _ProbeLayer(nn.Module):
-    """A layer whose weight has the gradient 1, whatever the loss scale. In the backwards `overflows_at` the
-    gradient is infinite."""
+    """A layer whose weight has the gradient 1, whatever the loss scale is. In the backwards that
+    `overflows_at` names, the gradient is infinite.
+    """
 
     def __init__(self, overflows_at: tuple[int, ...]) -> None:
         super().__init__()
@@ -789,8 +797,9 @@ def _sum_of_outputs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 
 def _scales(overflows_at: list[tuple[int, ...]], schedule: str, **options: Any) -> tuple[list[float], Any]:
-    """Trains with one layer per stage. Returns (the loss scale of each minibatch, divided by the first one,
-    the layers)."""
+    """Trains with one layer per stage. Returns the loss scale of each minibatch divided by the first scale,
+    and the layers.
+    """
     layers = [_ProbeLayer(at) for at in overflows_at]
     result = reference.run(
         nn.Sequential(*layers),
@@ -802,7 +811,7 @@ def _scales(overflows_at: list[tuple[int, ...]], schedule: str, **options: Any) 
         autocast="float16",
         **options,
     )
-    assert result.losses == [1.0] * 10  # as the user's loss_fn said, without the scale
+    assert result.losses == [1.0] * 10  # the values of the user's loss_fn, without the scale
     first = layers[-1].gradients[0]
     assert first == 2.0**16
     return [gradient / first for gradient in layers[-1].gradients], layers
@@ -814,7 +823,7 @@ def test_an_overflow_halves_the_loss_scale_once_and_skips_the_update_of_its_stag
     # scale, so it changes nothing.
     scales, layers = _scales([(2, 3), (), ()], "pipedream")
     assert scales == [1.0] * 5 + [0.5] * 5
-    # An update changes a weight by lr * gradient / scale: by 1 at the first scale, by 2 at the second.
+    # An update changes a weight by lr * gradient / scale, which is 1 at the first scale and 2 at the second.
     assert layers[0].weight.item() == -(3 * 1 + 5 * 2)
     assert layers[1].weight.item() == layers[2].weight.item() == -(5 * 1 + 5 * 2)
 
@@ -830,16 +839,16 @@ def test_the_last_stage_knows_its_own_overflow_at_the_next_minibatch() -> None:
 def test_where_the_pipeline_drains_all_stages_skip_together(schedule: str) -> None:
     scales, layers = _scales([(2,), (), ()], schedule, lr_scheduler=_STEP_LR)
     assert scales == [1.0] * 3 + [0.5] * 7
-    # The scheduler halves the rate after every second update that was made. So updates change the weight by
-    # 2, 0 (skipped), 2, 2, 2, 1, ...
+    # The scheduler halves the rate after every second update that is not skipped. So updates change the
+    # weight by 2, 0 (skipped), 2, 2, 2, 1, ...
     expected = 2 * 1 + 2 * (2 * 0.5 + 2 * 0.25 + 2 * 0.125 + 1 * 0.0625)
     assert [layer.weight.item() for layer in layers] == [-expected] * 3
 
 
 def test_2bw_tells_an_overflow_when_the_next_minibatch_but_one_starts() -> None:
     options: dict[str, Any] = {"schedule": "2bw"}
-    # When a minibatch starts at a stage with several microbatches in flight, the update of the minibatch
-    # before is not made yet.
+    # A stage with several microbatches in flight starts a minibatch before it has made the previous
+    # minibatch's update.
     scales, _ = _scales_of_2bw([(4, 5), ()], **options)
     assert scales == [1.0] * 4 + [0.5] * 6
     scales, _ = _scales_of_2bw([(), (4, 5)], **options)
@@ -847,7 +856,7 @@ def test_2bw_tells_an_overflow_when_the_next_minibatch_but_one_starts() -> None:
 
 
 def _scales_of_2bw(overflows_at: list[tuple[int, ...]], schedule: str) -> tuple[list[float], Any]:
-    """Does what _scales does, with two microbatches per minibatch. overflows_at counts microbatches."""
+    """Does what _scales does, with two microbatches per minibatch. Here overflows_at counts microbatches."""
     layers = [_ProbeLayer(at) for at in overflows_at]
     reference.run(
         nn.Sequential(*layers),
@@ -888,8 +897,8 @@ def test_running_statistics_step_once_a_minibatch_by_the_statistics_over_its_mic
         norm.momentum = momentum
     means, variances = torch.zeros(4).double(), torch.ones(4).double()
     for count, (inputs, _) in enumerate(data, start=1):
-        # The statistics are those of the whole minibatch. Microbatches change only the inputs of the second
-        # norm.
+        # The statistics are those of the whole minibatch. The number of microbatches changes only the inputs
+        # of the second norm.
         values = model[0](inputs).detach().transpose(0, 1).flatten(1)
         share = momentum or 1 / count
         means = (1 - share) * means + share * values.mean(dim=1)

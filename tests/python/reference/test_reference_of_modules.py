@@ -1,4 +1,6 @@
-"""Tests the reference of a module with a forward of its own. tests/equivalence compares its numbers."""
+"""Tests the reference of a module with a forward of its own. tests/equivalence compares its numbers with
+runs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests the reference with replicated stages. Versions follow the formulas. If no version is delayed, it
-equals training with larger minibatches; otherwise it equals a loop that is written out by hand here."""
+"""Tests the reference with replicated stages. Versions follow the formulas. Without delays it equals training
+with larger minibatches. Otherwise it equals a loop that is written out by hand here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pipedream.planning.plan import Plan, Stage
 from torch import nn
 from training import OPTIMIZERS, assert_close_state
 
-# One thread: the tensors are tiny.
+# The tensors are tiny, so one thread is fastest.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DRAINING = ("flush", "gpipe", "model_parallel")
@@ -41,7 +42,9 @@ def _options(case: Case, data: Sequence[Any], **options: Any) -> dict[str, Any]:
 def _train_in_rounds(
     case: Case, model: nn.Module, data: Sequence[Any], minibatches_per_round: int
 ) -> list[float]:
-    """Trains plainly with gradient accumulation: one step per round, by the mean of the round's gradients."""
+    """Trains plainly with gradient accumulation. Each round of minibatches makes one step by the mean of its
+    gradients.
+    """
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     losses = []
     for begin in range(0, len(data), minibatches_per_round):
@@ -134,9 +137,9 @@ def _scale(weight: float) -> nn.Linear:
 @pytest.mark.parametrize("num_minibatches", [12, 11, 10, 1])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_weights_follow_the_recursion_worked_out_by_hand(num_minibatches: int, staleness: int) -> None:
-    # loss_i = (c b a x_i - y_i)^2, with one factor at each of three stages. These have 3, 2 and 1 replicas,
-    # and as many minibatches in flight at each replica. A minibatch reads a two rounds late, b one round late
-    # and c not late. A staleness adds to all three.
+    # The loss is (c b a x_i - y_i)^2, with one factor at each of three stages. The stages have 3, 2 and 1
+    # replicas, and as many minibatches in flight at each replica. A minibatch reads a version of a that is
+    # two updates late, one of b that is one update late, and the newest of c. A staleness adds to all three.
     rate = 0.05
     samples = [(math.sin(i + 1.0), math.cos(3.0 * i)) for i in range(num_minibatches)]
     weights = [[0.7], [-0.4], [1.1]]
@@ -176,7 +179,7 @@ def test_weights_follow_the_recursion_worked_out_by_hand(num_minibatches: int, s
 
 
 class _Twice(nn.Module):
-    """Its layer is the first one's; both are owned there."""
+    """Uses the layer of the first stage, which owns it."""
 
     def __init__(self, shared: nn.Linear) -> None:
         super().__init__()
@@ -191,8 +194,8 @@ class _Twice(nn.Module):
 def test_a_tied_weight_follows_the_recursion_worked_out_by_hand(
     replicas: tuple[int, int], staleness: int
 ) -> None:
-    # loss_i = (w w x_i - y_i)^2. Both stages use w, and the first stage owns it. Both read the version that
-    # is n_0 - 1 rounds late at the owner, where a round has r_0 minibatches; a staleness comes on top.
+    # The loss is (w w x_i - y_i)^2. Both stages use w, and the first stage owns it. Both read the version
+    # that is n_0 - 1 rounds late at the owner. A round has r_0 minibatches. A staleness adds to the delay.
     rate, num_minibatches = 0.05, 11
     samples = [(math.sin(i + 1.0), math.cos(3.0 * i)) for i in range(num_minibatches)]
     weights, total, losses = [0.7], 0.0, []

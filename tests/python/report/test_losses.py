@@ -1,5 +1,6 @@
-"""Tests losses.py: losses are read at once on the host, and one item later from a device. They are reported
-in order, and in time to stop a run."""
+"""Tests losses.py: losses are read at once on the host, and one item later on a device. They are reported in
+order, and early enough to stop a run.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ def test_a_late_record_reads_nothing_before_it_is_asked() -> None:
 
 
 def test_late_losses_are_reported_in_order_with_the_means_of_their_own_minibatches() -> None:
-    # The order is that of gpipe: all forwards of a minibatch, then its backwards. The second minibatch ends
-    # with an empty microbatch.
+    # The order is that of gpipe: first all forwards of a minibatch, then its backwards. The second minibatch
+    # ends with an empty microbatch.
     record, _, reported = _late()
     for value, weight in ((1.0, 0.5), (2.0, 0.25), (4.0, 0.25)):
         record.read_pending()

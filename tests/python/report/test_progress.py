@@ -1,4 +1,4 @@
-"""Tests the live display: plain lines if the output is no terminal, a bar on a terminal."""
+"""Tests the live display, which is a bar on a terminal and plain lines elsewhere."""
 
 from __future__ import annotations
 

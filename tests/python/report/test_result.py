@@ -1,4 +1,4 @@
-"""RunResult: how it combines the workers' reports."""
+"""Tests RunResult: how it combines the workers' reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MS = 1_000_000
 
 
 def _channel(name: str, sender: int, receiver: int) -> RunChannel:
-    # The channel has no tensors. Rank 0 knows tensors only of channels at its own stages.
+    # The channel has no tensors, because rank 0 knows the tensors of its own channels only.
     edge = _core.Edge("activation" if sender < receiver else "gradient", sender, receiver)
     return RunChannel(name, 0, sender, receiver, [], 2, 4, 1, True, "int8", edge)
 
@@ -79,7 +79,7 @@ def _reports(wait_ns: int = 3 * _MS, clock: tuple[str, int] = ("a", 0)) -> list[
         "chunk_bytes": 1 << 20,
         "num_refused": 1,
         "credit_wait_ns": 2 * _MS,
-        "num_items": 6,  # the last one is still to be counted
+        "num_items": 6,  # the receiver has counted one more item
         "wire_bytes_sent": 900,
     }
     received = {
@@ -94,8 +94,8 @@ def _reports(wait_ns: int = 3 * _MS, clock: tuple[str, int] = ("a", 0)) -> list[
         _report(0, {_OUT: _stats(**sent), _BACK: _stats(wire_bytes_received=50)}),
         _report(1, {_OUT: _stats(**received), _BACK: _stats(transport="zmq/tcp")}, clock),
     ]
-    # Two items overlap on the first channel. The first was copied, the second, longer one was not, and the
-    # receiver no longer has times of the first. One item goes the other way.
+    # Two items overlap on the first channel. The first one was copied, and the receiver no longer has its
+    # times. The second one is longer and was not copied. One item goes the other way.
     reports[0]["transfers"] = [
         {_OUT: [[0, 0, 64, 100, 110, 130, 120, 190], [1, 0, 48, 125, 126, 0, 127, 230]]},
         {_BACK: [[0, 0, 32, 500, 510]]},
@@ -214,7 +214,7 @@ def test_the_trace_shows_what_travelled_on_tracks_of_its_two_workers(tmp_path: P
         for e in events
         if e["ph"] == "X" and tracks[e["pid"], e["tid"]][1] not in ("compute", "waiting")
     }
-    assert shown == {  # times are since the first span, which begins at 100
+    assert shown == {  # times are relative to the first span, which begins at 100
         (0, f"send {_OUT}: queued", "A0", 0, 10),
         (0, f"send {_OUT}: queued", "A1", 25, 1),
         (0, f"send {_OUT}: copy", "A0", 10, 20),
@@ -248,7 +248,7 @@ def test_the_trace_has_the_channels_beside_it(tmp_path: Path) -> None:
 
 
 def _trained(**changes: Any) -> RunResult:
-    """Two epochs of three minibatches with two workers."""
+    """Returns the result of two epochs of three minibatches with two workers."""
     reports = _reports()
     reports[1] |= {"losses": [3.0, 2.0, 1.0, 0.9, 0.6, 0.3], "samples": [4] * 6, "epochs": [0] * 3 + [1] * 3}
     for report in reports:
@@ -372,12 +372,12 @@ def test_the_summary_has_every_figure() -> None:
 
 def test_the_plot_is_written_in_the_form_of_its_name(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for result in (_trained(), _combined()):  # several epochs, and a single minibatch
+    for result in (_trained(), _combined()):  # a result of several epochs, and one of a single minibatch
         result.plot(tmp_path / "loss.svg")
         text = (tmp_path / "loss.svg").read_text()
         assert "minibatch" in text and "loss" in text
         assert ("mean of an epoch" in text) == (len(result.losses) > 1)
-        assert "running mean" not in text  # of a few minibatches it shows nothing
+        assert "running mean" not in text  # a running mean of a few minibatches would show nothing
     replace(_trained(), losses=[math.nan, *([2.0, 1.0] * 20)]).plot(tmp_path / "loss.svg")
     assert "running mean" in (tmp_path / "loss.svg").read_text()
     result.plot(tmp_path / "loss.png")

@@ -1,4 +1,4 @@
-"""StatusBoard: what it still says after a worker has died."""
+"""Tests StatusBoard: what it still says after a worker has died."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_losses_so_far_are_there_after_the_worker_that_had_them(tmp_path: Pa
     assert board.losses() == [0.1, float("inf"), 0.3]
     with (tmp_path / "board-losses-0").open("r+b") as file:
         file.seek(8 * 4)
-        file.write(struct.pack("<d", 0.4))  # by a worker that is killed before it has counted it
+        file.write(struct.pack("<d", 0.4))  # as a worker does that is killed before it counts the loss
     assert board.losses() == [0.1, float("inf"), 0.3]
 
 

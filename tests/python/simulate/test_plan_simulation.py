@@ -24,7 +24,7 @@ _STAGES = 3
 
 
 def _profile(*, activation_bytes: int = 1000) -> Profile:
-    """Returns three layers of 3 ms each. The last one passes nothing on."""
+    """Returns three layers of 3 ms each. The last one has no output."""
     layers = [LayerProfile(f"layer{i}", 1.0, 2.0, activation_bytes, 4000) for i in range(_STAGES - 1)]
     return Profile(layers=(*layers, LayerProfile("last", 1.0, 2.0, 0, 4000)), batch_size=8)
 
@@ -65,7 +65,7 @@ def test_arguments_that_cannot_be_are_refused_by_value(plan_file: Path) -> None:
 
 
 def test_of_many_replicas_fewer_rounds_are_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulating the exchanges of 200 replicas for 36 rounds took minutes."""
+    """The exchanges of many replicas take long to simulate: 36 rounds of 200 replicas take minutes."""
     monkeypatch.setattr(plan_simulation, "_EXCHANGES_MAX", 4 * 10 * 9 * 12)
     path = tmp_path / "plan.json"
     counts = []
@@ -86,7 +86,8 @@ def test_a_schedule_that_flushes_pays_its_bubble(plan_file: Path, schedule: str,
 
 
 def test_a_link_slower_than_the_stages_sets_the_rate(plan_file: Path) -> None:
-    simulated = _simulate(plan_file, "pipedream", bandwidth=1000 / 6e-3)  # 6 ms for 1,000 bytes, each way
+    # 1,000 bytes take 6 ms in each direction.
+    simulated = _simulate(plan_file, "pipedream", bandwidth=1000 / 6e-3)
     assert simulated.ms_per_minibatch >= 6.0
     fields = simulated.to_dict()
     assert fields["boundaries"][0] == {
@@ -94,7 +95,8 @@ def test_a_link_slower_than_the_stages_sets_the_rate(plan_file: Path) -> None:
         "bytes_per_minibatch": 2000,
         "one_way_ms": pytest.approx(6.0),
     }
-    assert fields["workers"][1]["link_ms_per_minibatch"] == pytest.approx(12.0)  # up and down
+    # 6 ms upstream and 6 ms downstream.
+    assert fields["workers"][1]["link_ms_per_minibatch"] == pytest.approx(12.0)
 
 
 def test_one_minibatch_at_a_time_takes_the_sum(plan_file: Path) -> None:
@@ -127,19 +129,19 @@ def test_replicas_share_their_stages_minibatches_and_its_parameters(tmp_path: Pa
     path = tmp_path / "replicated.json"
     Plan((Stage(0, 1, 2), Stage(2, 2)), bandwidth_bytes_per_s=1e15).save(path)
     simulated = simulate_plan(path, _profile())
-    assert simulated.ms_per_minibatch == pytest.approx(3.0)  # two replicas of 6 ms, one of 3 ms
+    assert simulated.ms_per_minibatch == pytest.approx(3.0)  # two replicas take 6 ms each, and one takes 3 ms
     workers = simulated.to_dict()["workers"]
     assert [worker["stages"] for worker in workers] == [[0], [0], [1]]
     assert [worker["busy_ms_per_minibatch"] for worker in workers] == pytest.approx([3.0] * 3)
     # In a round of two minibatches a replica sends one activation of 1,000 bytes, pushes a shard of 4,000
-    # bytes, and sends the new version of its own shard.
+    # bytes, and sends a new version of its own shard, also 4,000 bytes.
     assert workers[0]["bytes_sent_per_minibatch"] == pytest.approx((1000 + 2 * 4000) / 2)
 
 
 def test_a_worker_needs_what_its_stage_keeps_in_flight(plan_file: Path) -> None:
     simulated = _simulate(plan_file, "pipedream")
-    # The first stage has three versions, the model, gradients and momentum. The profile has no saved bytes,
-    # so a layer's output counts as saved, for three minibatches in flight.
+    # The first stage has three versions, the model, gradients and momentum. The profile has no saved bytes.
+    # So a layer's output counts as saved, for each of three minibatches in flight.
     peaks = [worker["memory_peak_bytes"] for worker in simulated.to_dict()["workers"]]
     assert peaks == [round(max(use.num_bytes for use in row)) for row in simulated.memory]
     assert peaks[0] >= (3 + 3) * 4000 + 3 * 1000
@@ -156,7 +158,8 @@ def test_a_plan_for_workers_of_different_speed_is_simulated_at_their_speeds(
     assert _simulate(plan_file, "model_parallel").ms_per_minibatch == pytest.approx(3.0 + 6.0 + 1.5)
     replicated = tmp_path / "replicated.json"
     partition(_profile(), 3, 1e15, speeds=[1.0, 0.5, 2.0], boundaries=[1], replicas=[2, 1]).save(replicated)
-    assert simulate_plan(replicated, _profile()).ms_per_minibatch == pytest.approx(6.0)  # 6 ms at half speed
+    # Two replicas with 6 ms of work each, at half speed: 2 * 6 / 2.
+    assert simulate_plan(replicated, _profile()).ms_per_minibatch == pytest.approx(6.0)
     spoilt = replace(plan, predicted=plan.predicted | {"speeds": [1.0]})
     spoilt.save(plan_file)
     with pytest.raises(ValueError, match=r"predicted\.speeds has 1 entries for 3 workers"):
@@ -176,7 +179,8 @@ def test_a_calibrated_plan_is_simulated_with_the_costs_that_it_carries(plan_file
             "sync_latency_ms": 0.0,
         }
     ] * _STAGES
-    links = [{"one_way_ms": 7.0, "latency_ms": 0.0}] * (_STAGES - 1)  # at another bandwidth
+    # Not used, because the simulation is for another bandwidth.
+    links = [{"one_way_ms": 7.0, "latency_ms": 0.0}] * (_STAGES - 1)
     replace(plan, predicted={"stage_costs": costs, "links": links}).save(plan_file)
     assert _simulate(plan_file, "pipedream").ms_per_minibatch == pytest.approx(3.25)
     assert _simulate(plan_file, "flush", 2).ms_per_minibatch == pytest.approx(2.0 * (2 + _STAGES - 1) + 0.25)
@@ -189,7 +193,8 @@ def _replicated(tmp_path: Path, factors: tuple[WeightFactors, ...] | None) -> tu
 
 
 def test_factors_are_what_replicas_send_where_they_are_smaller(tmp_path: Path) -> None:
-    weights = (WeightFactors(4000, 300), WeightFactors(500, 500))  # of two replicas the second is as large
+    # With two replicas the second weight's factors are not smaller.
+    weights = (WeightFactors(4000, 300), WeightFactors(500, 500))
     path, profile = _replicated(tmp_path, weights)
     sent = {
         factors: simulate_plan(path, profile, schedule="data_parallel", factors=factors).to_dict()["workers"]
@@ -202,8 +207,8 @@ def test_factors_are_what_replicas_send_where_they_are_smaller(tmp_path: Path) -
 
 
 def _links(num_workers: int, latency_us: float = 0.0, **slower: float) -> LinkProfile:
-    """Returns links of 1e9 bytes per second. slower: bytes per second of other links, such as from_1_0=1e5
-    for the link from rank 1 to rank 0.
+    """Returns links of 1e9 bytes per second. `slower` gives the bytes per second of other links, such as
+    from_1_0=1e5 for the link from rank 1 to rank 0.
     """
     pairs = itertools.permutations(range(num_workers), 2)
     return LinkProfile(
@@ -230,12 +235,13 @@ def test_each_measured_link_takes_its_own_time(plan_file: Path) -> None:
     assert [worker["bytes_sent_per_minibatch"] for worker in workers] == [1000, 2000, 1000]
     assert simulated.bandwidth_bytes_per_s == 1e5
     late = simulate_plan(plan_file, _profile(), schedule="model_parallel", links=_links(3, 500.0))
-    assert late.ms_per_minibatch == pytest.approx(9.0 + 4 * 0.501)  # one microbatch on its way at a time
+    # Four transfers follow each other, because one microbatch is in flight.
+    assert late.ms_per_minibatch == pytest.approx(9.0 + 4 * 0.501)
 
 
 def test_a_replicas_slowest_measured_link_is_that_of_its_shard(tmp_path: Path) -> None:
     path, profile = _replicated(tmp_path, None)
-    # In a round both replicas compute for 3 ms at the same time. Then they push 2,500 bytes and pull 2,500
+    # In a round both replicas compute for 3 ms at the same time. Then each pushes 2,500 bytes and pulls 2,500
     # bytes.
     simulated = simulate_plan(path, profile, schedule="data_parallel", links=_links(2, from_1_0=5e5))
     assert simulated.ms_per_minibatch == pytest.approx((3.0 + 5.0 + 5.0) / 2)
@@ -282,7 +288,8 @@ def test_how_replicas_agree_says_what_they_wait_for(tmp_path: Path) -> None:
     times = {sync: of_sync.ms_per_minibatch for sync, of_sync in simulated.items()}
     assert times == dict.fromkeys(times, pytest.approx(4.0))
     peaks = {sync: simulated[sync].to_dict()["workers"][0]["memory_peak_bytes"] for sync in ("bsp", "asp")}
-    assert peaks["asp"] == peaks["bsp"] + 5000  # half of it apart, and a copy for the other replica
+    # Half of the parameters apart, and a copy for the other replica.
+    assert peaks["asp"] == peaks["bsp"] + 5000
     with pytest.raises(ValueError, match="sync is 'asp', and replicas push factors"):
         simulate_plan(path, profile, schedule="data_parallel", sync="asp", factors=True)
 

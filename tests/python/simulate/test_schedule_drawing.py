@@ -29,7 +29,7 @@ def _width_of_png(path: Path) -> int:
 
 
 def test_a_picture_of_fifteen_replicas_is_no_wider_than_a_few_screens(tmp_path: Path) -> None:
-    """A picture in which every label fits would be 20,383 pixels wide."""
+    """If every label had room, the picture would be 20,383 pixels wide."""
     write_picture(tmp_path / "a.png", _simulated([15, 1]), "title")
     assert _width_of_png(tmp_path / "a.png") <= 32 * 200
 
@@ -65,6 +65,6 @@ def test_of_a_long_time_the_beginning_is_drawn_and_the_picture_says_so(tmp_path:
     shown_ms, all_ms = map(float, note)
     assert all_ms == float(f"{simulation.makespan_ms:.4g}")
     assert 0 < shown_ms < all_ms / 2
-    part = drawn_part(simulation, lambda step: 1.0, 30.0)  # forwards of 1 ms, backwards of 2
+    part = drawn_part(simulation, lambda step: 1.0, 30.0)  # forwards take 1 ms, and backwards 2 ms
     assert part.simulation.makespan_ms == 30.0
     assert max(timed.end_ms for row in part.simulation.timeline for timed in row) == 30.0

@@ -1,4 +1,6 @@
-"""Tests pictures of schedules: text to the character, drawings by their boxes, traces by their spans."""
+"""Tests pictures of schedules: texts are compared to the character, drawings by their boxes, and traces by
+their spans.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def test_drawn_boxes_are_the_instructions_at_their_times(tmp_path: Path) -> None
     write_picture(tmp_path / "a.svg", simulation, "title")
     boxes = boxes_of(tmp_path / "a.svg")
     drawn = {
-        "FORWARD": of_colour(boxes, FORWARD)[:-1],  # the last one of each is the legend's
+        "FORWARD": of_colour(boxes, FORWARD)[:-1],  # the last box of each colour is in the legend
         "BACKWARD": of_colour(boxes, BACKWARD)[:-1],
         "UPDATE": of_colour(boxes, UPDATE)[:-1],
     }
@@ -154,7 +156,7 @@ def test_drawing_writes_minibatch_microbatch_version_and_phases(tmp_path: Path) 
     phases = [PhaseSpan("warm-up", 0, 12), PhaseSpan("steady", 12, 50)]
     write_picture(path, simulate_schedule("2bw", 2, 4, num_microbatches=2), "title", "below", phases=phases)
     texts = texts_of(path)
-    # The label of every microbatch is on its forward and its backward, at both stages.
+    # Each microbatch has a label on its forward and on its backward, at both stages.
     assert [texts.count(f"{i}.{k}") for i in range(4) for k in range(2)] == [4] * 8
     assert (texts.count("v0"), texts.count("v1"), texts.count("v2")) == (16, 8, 8)
     assert {"below", "warm-up", "steady", "time, ms"} <= set(texts)
@@ -166,7 +168,8 @@ def test_stages_of_one_worker_differ_in_shade_the_later_the_darker(tmp_path: Pat
     write_picture(path, simulation, "title")
     blues = [box.colour for box in boxes_of(path) if is_blue(box.colour)]
     shades = sorted(set(blues), key=lambda colour: -sum(rgb(colour)))
-    assert [blues.count(shade) for shade in shades] == [4 * 2 + 1] * 3  # and one each in the legend
+    # Each shade is once in the legend, too.
+    assert [blues.count(shade) for shade in shades] == [4 * 2 + 1] * 3
     stages = [step.stage for step, _, _ in simulation.timeline[0] if step.opcode == "FORWARD"]
     assert [shades.index(shade) * 2 for shade in blues[:12]] == stages
     assert "worker 0: stages 0, 2, 4" in texts_of(path)

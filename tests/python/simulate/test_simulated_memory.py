@@ -27,8 +27,8 @@ def _peaks(
     device: str | None = None,
     **options: Any,
 ) -> list[float]:
-    """Returns each worker's peak bytes, without four terms: one version of the weights, the model, the
-    gradients and the momentum.
+    """Returns each worker's peak bytes, less four terms: one version of the weights, the model, the gradients
+    and the momentum.
     """
     num_stages = len(replicas)
     layers = [
@@ -45,7 +45,8 @@ def _peaks(
     simulation = simulate(programs, _core.StageDurations(1 / m, 2 / m), transfers)
     uses = memory_in_use(simulation, plan, Profile(tuple(layers), device=device), schedule_options, **options)
     assert all(row == sorted(row, key=lambda use: use.begin_ms) for row in uses)
-    assert all(row[0].num_bytes == pytest.approx(row[-1].num_bytes) for row in uses)  # all is given back
+    # All memory is given back at the end.
+    assert all(row[0].num_bytes == pytest.approx(row[-1].num_bytes) for row in uses)
     return [max(use.num_bytes for use in row) - 4 * _WEIGHTS for row in uses]
 
 
@@ -84,8 +85,8 @@ def test_what_travels_is_in_the_memory_of_both_ends() -> None:
 
 
 def test_replicas_have_what_they_exchange_and_the_optimizer_is_asked_for() -> None:
-    # Replicas add copies of gradients, slots for pushes and slots for pulls, each for half the weights. They
-    # save the momentum of half the weights.
+    # Replicas need copies of gradients, slots for pushes and slots for pulls, each for half of the weights.
+    # They save the momentum of the other half.
     assert _peaks("data_parallel", replicas=(2,)) == pytest.approx([_SAVED + (3 - 1) / 2 * _WEIGHTS] * 2)
     on_host = _peaks("data_parallel", replicas=(2,), device="x86_64, 2 threads")
     assert on_host == pytest.approx([_SAVED + (2 - 1) / 2 * _WEIGHTS] * 2)

@@ -80,7 +80,7 @@ def test_arrows_join_the_beginnings_of_two_spans(tmp_path: Path) -> None:
     for arrow_id, names in enumerate([("activation 0", "F0"), ("F1", "F0")]):
         out, to = ends["s"][arrow_id], ends["f"][arrow_id]
         assert (begins[out["pid"], out["tid"], out["ts"]], begins[to["pid"], to["tid"], to["ts"]]) == names
-        assert to["bp"] == "e"  # else it would point at the next span
+        assert to["bp"] == "e"  # otherwise the arrow would point at the next span
 
 
 def test_an_arrows_end_follows_its_span_in_the_file(tmp_path: Path) -> None:

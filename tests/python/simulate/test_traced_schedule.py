@@ -1,4 +1,6 @@
-"""Tests instruction lists as text, in which spares are called spares."""
+"""Tests lists of instructions as text, which call spares by this name. A spare owns a shard of a stage and
+computes no minibatches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def test_spares_are_named_in_texts_that_are_read_again(
         for spare in range(num_spares):
             assert f"UPDATE stage {stage} spare {spare} minibatch 0 writes version 1" in text
     assert parse_programs(text) == programs
-    assert parse_programs(_core.print_programs(programs)) == programs  # as the core has it
+    # The core's text, which numbers spares as replicas.
+    assert parse_programs(_core.print_programs(programs)) == programs
 
 
 def test_without_spares_the_text_is_the_cores() -> None:

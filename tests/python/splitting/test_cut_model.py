@@ -1,6 +1,7 @@
-"""Tests cut_model.py and the code below it: a forward that is cut computes the same as the whole forward.
-Everything that a cut does not give to a stage is NaN here. So equal numbers prove that the stage needs
-nothing else."""
+"""Tests cut_model.py and the code below it. A forward that is cut must compute the same as the whole forward.
+Everything that a cut does not give to a stage is NaN in these tests. So equal numbers prove that the stage
+needs nothing else.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def _loss(outputs: Any, targets: Any) -> Tensor:
 
 
 def _whole(model: nn.Module, inputs: Any, targets: Any) -> tuple[Tensor, State]:
-    """Loss, gradients and buffers without cuts."""
+    """Returns loss, gradients and buffers without cuts."""
     with _buffers_kept(model):
         loss = _loss(call_model(model, inputs), targets)
         loss.backward()
@@ -96,7 +97,7 @@ def _only_own(stage: StageModule, model: nn.Module) -> Iterator[None]:
 
 
 def _in_stages(cut: CutModel, ends: Sequence[int], inputs: Any, targets: Any) -> tuple[Tensor, State]:
-    """Loss, gradients and buffers of stages that end at these layers."""
+    """Returns loss, gradients and buffers of stages that end at these layers."""
     starts = [0, *(end + 1 for end in ends)]
     layers = zip(starts, [*ends, len(cut.layer_names) - 1], strict=True)
     stages = [cut.stage(index, *ends, Fillers()) for index, ends in enumerate(layers)]
@@ -125,7 +126,7 @@ def _assert_same(one: tuple[Tensor, State], other: tuple[Tensor, State]) -> None
     assert torch.equal(one[0], other[0])
     assert one[1].keys() == other[1].keys()
     for name, tensor in one[1].items():
-        # If a value has three or more uses, in several stages, its gradients are added in another order.
+        # A value with three or more uses in several stages gets its gradients added in another order.
         torch.testing.assert_close(tensor, other[1][name], rtol=1e-12, atol=1e-14, msg=name)
 
 
@@ -136,7 +137,7 @@ _WITHOUT_DRAWS = [name for name, twin in TWINS.items() if not twin.draws]
 def test_at_every_cut_two_stages_compute_what_the_whole_model_does(name: str) -> None:
     cut, data = _cut(name)
     assert len(cut.offered) > 1
-    for inputs, targets in data:  # the second has fewer samples than the traced one
+    for inputs, targets in data:  # the second minibatch has fewer samples than the traced one
         whole = _whole(cut.module, inputs, targets)
         for end in range(len(cut.offered)):
             _assert_same(_in_stages(cut, [end], inputs, targets), whole)
@@ -169,8 +170,8 @@ def test_one_stage_of_all_layers_is_the_model() -> None:
 
 def test_layers_are_named_by_the_call_that_ends_them() -> None:
     assert _cut("unet")[0].layer_names == ["down1", "down2", "bottom", "up2", "up1"]
-    # A block calls its relu twice. The end of the second call is also the end of the block, and in the last
-    # block the end of all blocks.
+    # A block calls its relu twice. The second call ends the block too, and in the last block it also ends the
+    # list of blocks.
     assert _cut("residual")[0].layer_names == [
         "stem",
         *(
@@ -191,8 +192,8 @@ def test_only_what_is_still_read_crosses() -> None:
     image, _ = data[0]
     wide, small = 6 * 4 * 8 * 8 * 8, 6 * 4 * 4 * 4 * 8  # bytes in float64
     tensors = [place.crossing.num_tensors for place in cut.offered if place.crossing]
-    assert tensors == [1, 2, 3, 2]  # down1; and its level; both levels; the upper level
-    sizes = 8 * image.dim()  # of what does not cross
+    assert tensors == [1, 2, 3, 2]  # after down1; with its level; with both levels; with the upper level
+    sizes = 8 * image.dim()  # sizes of the image, which itself does not cross
     assert cut.offered[0].num_bytes == wide + sizes
     assert cut.offered[1].num_bytes == wide + small + sizes
 
@@ -258,7 +259,7 @@ class _LayerDrop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(self.first(x))
-        if x.isnan().any():  # which no random number decides
+        if x.isnan().any():  # no random number decides this
             raise ValueError("NaN")
         for block in self.blocks:
             x = self.norm(x)
@@ -276,14 +277,14 @@ def test_a_cut_at_a_call_that_random_numbers_decide_on_is_for_those_who_name_it(
     dropped = ["blocks.0.0", "blocks.0", "blocks.1.0", "blocks.1"]
     assert [place.name for place in cut.refused] == dropped
     assert all(place.why_not.startswith("random numbers decide whether") for place in cut.refused)
-    assert cut.chosen == ("first", "norm", "norm (call 2)")  # what a plan carries
+    assert cut.chosen == ("first", "norm", "norm (call 2)")  # a plan stores these names
     chosen = cut.at(["blocks.0", "norm"])
     assert _names(chosen) == ["norm", "blocks.0"]
     assert check_cuts(chosen, [(inputs, targets)], cross_entropy) == {}
 
 
 class _Masking(nn.Module):
-    """Its own code reads a parameter in some minibatches."""
+    """A module whose own code reads a parameter in some minibatches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +324,7 @@ def test_there_is_no_cut_inside_what_is_checkpointed(reentrant: bool) -> None:
     assert {place.why_not for place in cut.cuts.refused} == {
         "blocks.1 runs under activation checkpointing or no_grad"
     }
-    assert not cut.explain_checkpointed()  # there are cuts before and behind
+    assert not cut.explain_checkpointed()  # there are cuts before and behind the checkpoint
     whole = _whole(cut.module, inputs, targets)
     for end in range(len(cut.offered)):
         _assert_same(_in_stages(cut, [end], inputs, targets), whole)
@@ -341,7 +342,7 @@ def test_where_one_checkpoint_follows_the_other_it_is_said_what_leaves_no_cuts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _AllCheckpointed(reentrant=False))
-    model.register_forward_hook(lambda *_: None)  # no list of layers
+    model.register_forward_hook(lambda *_: None)  # with a hook the model is no mere list of layers
     batches = [TWINS["tuples"].data(2, torch.float32)[0]]
     profile = pipedream.profile(model, batches, cross_entropy, minibatches=1, check=False)
     assert [layer.name for layer in profile.layers] == ["0", "1"]
@@ -389,7 +390,7 @@ def test_a_forward_that_leaves_out_a_call_at_a_cut_is_noticed_on_both_sides() ->
 
 
 def _layers(encoder: str, decoder: str) -> Tensor:
-    """Tells a minibatch of LayerDropped which layers it has."""
+    """Returns the input that says which layers a minibatch of LayerDropped has."""
     return torch.tensor([[int(kept) for kept in half] for half in (encoder, decoder)]).expand(3, 2, 4)
 
 
@@ -513,11 +514,14 @@ def test_a_model_that_fails_in_the_middle_is_left_as_it_was() -> None:
 
 
 class _Shortened(nn.Module):
-    """Returns its whole output, and the first two positions of it. For a text of two tokens the two are the
-    same."""
+    """Returns its whole output, and the first two positions of it. The two are the same for a text of two
+    tokens.
+    """
 
     def __init__(self, *, slices: bool) -> None:
-        """slices: whether the first two places of two are a slice, and not the tensor itself."""
+        """`slices`: the first two positions of a text of two tokens are a slice, and not the tensor
+        itself.
+        """
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
         self._slices = slices
@@ -543,7 +547,7 @@ def _texts(length: int) -> tuple[Tensor, Tensor]:
 
 
 def test_tensors_that_are_one_in_the_first_minibatch_alone_are_not_taken_for_one() -> None:
-    """Both got the first one's values, and the training went on."""
+    """The two tensors must not both get the values of the first one behind a cut."""
     cut = cut_model(_Lengthwise(slices=False), *_texts(2), cross_entropy)
     assert _names(cut) == ["first", "second"]
     for texts in (_texts(2), _texts(1)):
@@ -566,8 +570,9 @@ def test_views_of_one_memory_whose_gradients_part_cross_apart() -> None:
 
 
 def test_what_only_a_later_minibatch_reads_is_nan_and_not_zero() -> None:
-    """If values that do not cross the cut were zeros, a stage could read them, and the training would go on
-    with wrong numbers."""
+    """Values that do not cross a cut are NaN behind it. If they were zeros, a stage could read them, and the
+    training would go on with wrong numbers.
+    """
     cut = cut_model(LongOnes(), *_texts(2), cross_entropy)
     assert _names(cut) == ["first", "second"]
     assert bool(_in_stages(cut, [0], *_texts(3))[0].isfinite())
@@ -575,7 +580,7 @@ def test_what_only_a_later_minibatch_reads_is_nan_and_not_zero() -> None:
 
 
 class _Giving(nn.Module):
-    """Returns something beside its output, which nobody reads."""
+    """Returns another value besides its output, which nobody reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -659,7 +664,9 @@ class _Coded(nn.Module):
 
 
 def test_whole_numbers_that_only_a_later_minibatch_reads_are_no_index() -> None:
-    """If the integers behind the cut were 0, the training would go on with the table's first row."""
+    """Integers that do not cross a cut must not be 0 behind it. Otherwise the training would go on with the
+    table's first row.
+    """
     cut = cut_model(_Coded("codes"), *_texts(2), cross_entropy)
     assert "second" in _names(cut)
     with pytest.raises(IndexError):
@@ -667,11 +674,11 @@ def test_whole_numbers_that_only_a_later_minibatch_reads_are_no_index() -> None:
 
 
 def test_truths_that_only_a_later_minibatch_reads_show_in_its_loss() -> None:
-    """They were all false, as they may well be."""
+    """Booleans that do not cross a cut must not be false behind it, which would be a valid value."""
     model = _Coded("truths")
     cut = cut_model(model, *_texts(2), cross_entropy)
     with torch.no_grad():
-        model.first.weight.zero_()  # all codes are 0, and none is odd
+        model.first.weight.zero_()  # all codes become 0, which is not odd
         model.first.bias.zero_()
     texts = _texts(3)
     staged, _ = _in_stages(cut, [_names(cut).index("second")], *texts)
@@ -699,7 +706,7 @@ class _ReadsMean:
 
 @pytest.mark.parametrize("is_view", [False, True])
 def test_no_cut_parts_a_loss_from_a_buffer_that_it_reads_of_the_model(is_view: bool) -> None:
-    # It read a copy, which stayed as it began.
+    # Behind a cut the loss would read a copy of the buffer, which never changes.
     model = _Normed()
     assert isinstance(model.norm.running_mean, Tensor)
     mean = model.norm.running_mean[:] if is_view else model.norm.running_mean
@@ -709,7 +716,7 @@ def test_no_cut_parts_a_loss_from_a_buffer_that_it_reads_of_the_model(is_view: b
 
 
 class _OwnRegion(nn.Module):
-    """With autocast in its own forward."""
+    """Uses autocast in its own forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -723,7 +730,8 @@ class _OwnRegion(nn.Module):
 @pytest.mark.parametrize("has_own_region", [False, True])
 def test_a_weight_that_is_used_twice_forbids_no_cut_under_autocast(has_own_region: bool) -> None:
     """autocast keeps its cast of the weight for the second use. This cast must not count as a value that
-    crosses the cut outside of return values."""
+    crosses the cut by other means than return values.
+    """
     twin = TWINS["sharing"]
     model = _OwnRegion() if has_own_region else twin.model(torch.float32)
     cut = cut_model(

@@ -1,4 +1,4 @@
-"""`pipedream explain` shows a model's layers, its cuts and the plan's stages."""
+"""Tests `pipedream explain`, which shows a model's layers, its cuts and the plan's stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twins import cross_entropy
 
 
 class _Skipping(nn.Module):
-    """A model with a skip, random numbers between modules, and a value that passes by torch."""
+    """A model with a skip, random numbers between modules, and a value that is passed outside torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def make():
 def test_layers_have_what_crosses_after_them_and_other_places_a_reason() -> None:
     explained = explain(_Skipping(), _batch(), cross_entropy)
     assert [(layer.name, layer.senders) for layer in explained.layers] == [("stem", ("stem",)), ("head", ())]
-    tensor_bytes, sizes_bytes = 3 * 4 * 4, 2 * 8  # of stem; the inputs have a stand-in
+    tensor_bytes, sizes_bytes = 3 * 4 * 4, 2 * 8  # bytes of stem's output, and of the inputs' sizes
     assert explained.layers[0].crossing_bytes == tensor_bytes + sizes_bytes
     assert [layer.parameter_bytes for layer in explained.layers] == [80, 3 * 80]
     reasons = dict(explained.refused)
@@ -118,7 +118,8 @@ def test_the_command_prints_one_object_and_draws_a_picture(
     assert [layer["name"] for layer in explained["layers"]] == ["stem", "head"]
     assert explained["refused"][0]["name"] == "body"
     drawn = (tmp_path / "cuts.svg").read_text()
-    assert ">bytes that cross after the layer</text>" in drawn  # 48 at most: a unit in which they can be read
+    # All values are at most 48, so the unit is bytes.
+    assert ">bytes that cross after the layer</text>" in drawn
     assert ">bytes of parameters</text>" in drawn
 
 

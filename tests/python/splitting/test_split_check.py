@@ -1,4 +1,4 @@
-"""split_check.py: which differences count, and what the check finds in models."""
+"""Tests split_check.py: which differences count, and which errors the check finds in models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _outcome(largest: float, other: float) -> _Outcome:
 
 
 def test_a_gradient_that_is_nothing_but_rounding_is_no_difference() -> None:
-    # The gradient of a norm's bias in front of another norm is only rounding error. It must forbid no cut.
+    # The gradient of the bias of a norm in front of another norm is only rounding error. It must forbid no
+    # cut.
     assert not _difference(_outcome(0.306, 1.27e-7), _outcome(0.306, 0.88e-7), _FLOAT32)
 
 
@@ -48,8 +49,9 @@ def _texts(num_minibatches: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_a_little_state_that_the_outer_forward_carries_is_found_in_a_float32_model() -> None:
-    """A tolerance of 1e-4 for the loss would not find this state. Gradients must be compared although the
-    model has state."""
+    """A tolerance of 1e-4 for the loss would not find this state. So gradients must be compared, although the
+    model has state.
+    """
     torch.manual_seed(5)
     model, data = Truncated(), _texts(2)
     cut = cut_model(model, *data[0], cross_entropy)
@@ -97,7 +99,7 @@ def test_a_model_that_does_not_compute_in_float64_is_checked_in_its_own() -> Non
 
 
 class _Attention(nn.Module):
-    """An attention of transformers: it draws between its children."""
+    """Imitates an attention of transformers, which draws between its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,8 +119,9 @@ def test_a_model_may_be_cut_inside_a_module_that_draws_between_its_children() ->
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_model_that_drops_layers_at_random_may_be_cut_between_them(seed: int) -> None:
-    """A later minibatch may call a layer that was dropped while the model was traced. It calls it with
-    stand-ins of another dtype."""
+    """A later minibatch may call a layer that was dropped in the traced one. The layer then gets stand-ins of
+    another dtype.
+    """
     torch.manual_seed(seed)
     data = [(torch.randn(3, WIDTH), torch.arange(3)) for _ in range(2)]
     cut = cut_model(RandomlyDropped(), *data[0], cross_entropy)
@@ -128,7 +131,7 @@ def test_a_model_that_drops_layers_at_random_may_be_cut_between_them(seed: int) 
 
 
 class _Kept:
-    """An object that layers of a list have in common."""
+    """An object that several layers of a list hold."""
 
     def __init__(self) -> None:
         self.skip: Tensor | None = None
@@ -185,8 +188,9 @@ def _listed(first: type[_Down], last: type[_Down]) -> tuple[nn.Sequential, _Kept
 def test_what_layers_of_a_list_keep_for_each_other_is_refused(
     first: type[_Down], last: type[_Down], words: str
 ) -> None:
-    """Layers that keep values for each other must not train on values that the profiler's last forward has
-    left."""
+    """Layers may keep values for each other. They must not train on values that the profiler's last forward
+    has left.
+    """
     layers, kept = _listed(first, last)
     for model in (layers, list(layers)):
         with pytest.raises(ValueError, match=f"the model cut after layer 1 does not compute what .*{words}"):
@@ -225,7 +229,7 @@ _calls, _handed_on = 0, 0.0
 
 
 class _InGlobals(nn.Module):
-    """Counts its calls in a global name. May also pass a number to later code in a global name."""
+    """Counts its calls in a global name. It may also pass a number to later code in a global name."""
 
     def __init__(self, *, hands_on: bool) -> None:
         super().__init__()
@@ -247,7 +251,9 @@ class _InGlobals(nn.Module):
 
 @pytest.mark.parametrize("hands_on", [False, True])
 def test_each_stage_has_global_names_of_its_own(hands_on: bool) -> None:
-    """A count of calls is no difference of losses. A number for a later stage does not cross the cut."""
+    """A count of calls changes no loss, and forbids no cut. A number that later code reads does not cross a
+    cut, and forbids it.
+    """
     data = [(torch.randn(3, WIDTH), torch.arange(3)) for _ in range(2)]
     cut = cut_model(_InGlobals(hands_on=hands_on), *data[0], cross_entropy)
     assert len(check_cuts(cut, data, cross_entropy)) == int(hands_on)
@@ -278,7 +284,9 @@ class _Scaled(nn.Module):
 def test_a_value_that_a_stage_refuses_comes_with_its_remedy_alone(
     first: Any, later: Any, remedy: str
 ) -> None:
-    """The error has no advice about values outside torch's operations, which would not apply here."""
+    """The error must not advise about values outside torch's operations, because that advice does not apply
+    here.
+    """
     data = [((torch.randn(3, WIDTH), scale), torch.arange(3)) for scale in (first, later)]
     cut = cut_model(_Scaled(), *data[0], cross_entropy)
     with pytest.raises(ValueError, match=remedy) as refused:
@@ -288,7 +296,7 @@ def test_a_value_that_a_stage_refuses_comes_with_its_remedy_alone(
 
 
 class _NoRoomInFloat64(nn.Module):
-    """Runs out of memory in its third forward in float64, which belongs to the check of the cuts."""
+    """Runs out of memory in its third forward in float64, which belongs to the check of cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +324,7 @@ def test_a_model_that_has_no_room_in_float64_is_checked_in_its_own() -> None:
 def test_float64_is_for_gpus_that_are_made_for_it(
     capability: tuple[int, int], is_wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others take up to 64 times as long in it."""
+    """Other GPUs take up to 64 times as long in float64."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
     assert fits_in_float64([("", nn.Linear(WIDTH, WIDTH))], torch.device("cuda")) == is_wide
@@ -325,8 +333,9 @@ def test_float64_is_for_gpus_that_are_made_for_it(
 def test_a_check_looks_for_what_modules_keep_no_oftener_than_it_puts_it_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the check looked for such values at every stage and for both minibatches, this would take most of
-    its time."""
+    """The check must not look for such values at every stage and in both minibatches. That would take most of
+    its time.
+    """
     made: Counter[str] = Counter()
     for kind in (Attributes, GlobalNames):
 

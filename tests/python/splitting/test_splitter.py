@@ -157,7 +157,7 @@ def test_a_parameter_tied_across_stages_is_found_with_its_stages_and_names() -> 
     stages = split(model, straight_plan(4, (1, 2)))
     assert find_ties(stages) == [Tie(embedding.weight, (0, 2), ("0.weight", "2.weight"))]
     assert [n for n, _ in stages[2].trainable_parameters()] == ["2.weight", "3.weight", "3.bias"]
-    assert find_ties(split(model, straight_plan(4, (3,)))) == []  # tied inside a stage
+    assert find_ties(split(model, straight_plan(4, (3,)))) == []  # both uses are in one stage
 
 
 def test_ties_come_in_the_order_of_their_owners_parameters() -> None:
@@ -214,7 +214,8 @@ def test_parameters_that_share_memory_without_being_one_are_refused() -> None:
     model[1].weight = nn.Parameter(model[0].weight.data)
     message = _refusal(model, straight_plan(2, ()))
     assert "'0.weight' and '1.weight' share memory" in message
-    # Recurrent layers on a GPU have their weights side by side in one block of memory. These do not overlap.
+    # Recurrent layers on a GPU have their weights side by side in one block of memory. These weights do not
+    # overlap.
     block = torch.zeros(8)
     model[0].weight, model[1].weight = (nn.Parameter(half.view(2, 2)) for half in block.chunk(2))
     check_split(model, straight_plan(2, (1,)))
@@ -244,8 +245,8 @@ class _Keeps(nn.Module):
 
 
 def test_a_view_of_a_parameter_that_was_made_once_is_refused() -> None:
-    # A view of a weight in another place would show the initial weights for ever. So would a copy of it in a
-    # worker process.
+    # A view of a weight, kept elsewhere, would show the initial weights for ever. In a worker process so
+    # would a copy of it.
     for view in (lambda weight: weight.t(), lambda weight: [weight.detach()[0]], lambda weight: weight.data):
         layer = _Keeps(None)
         layer.kept = view(layer.lin.weight)
@@ -282,7 +283,7 @@ def test_a_tuple_of_tied_and_other_parameters_is_refused() -> None:
 
 def test_stages_that_share_parameters_are_paired_once_in_ascending_order() -> None:
     """ALBERT on three stages is such a model. The first and the last stage share one parameter, and all three
-    share another.
+    share another one.
     """
     parameter = nn.Parameter(torch.zeros(1))
     ties = [Tie(parameter, (0, 2), ("a", "a")), Tie(parameter, (0, 1, 2), ("b", "b", "b"))]

@@ -1,4 +1,4 @@
-"""Tests device_clock.py: events of the device tell when each item was done, in times of the host's clock."""
+"""Tests device_clock.py: events of the device tell when each item was done, in the host's time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Device:
 
     def __init__(self) -> None:
         self.host_ns = 1_000 * _MS
-        self.rate = 1.0  # of the device's clock, beside the host's
+        self.rate = 1.0  # of the device's clock, relative to the host's
         self.offset_ms = 77.0
         self.queue: list[tuple[_Event, float] | float] = []
         self.done_ns = float(self.host_ns)
@@ -29,14 +29,14 @@ class _Device:
         self.queue.append(num_ms)
 
     def pass_time(self, num_ms: float) -> None:
-        """The device does what it can of its queue meanwhile."""
+        """Lets time pass on the host. Meanwhile the device does what it can of its queue."""
         until_ns = self.host_ns + num_ms * _MS
         while self.queue:
             head = self.queue[0]
             if not isinstance(head, float):
                 event, recorded_ns = head
                 self.done_ns = max(self.done_ns, recorded_ns)
-                if recorded_ns == event.recorded_ns:  # else it was recorded again since
+                if recorded_ns == event.recorded_ns:  # otherwise the event was recorded again later
                     event.passed_ns = self.done_ns
             elif self.done_ns + head * _MS <= until_ns:
                 self.done_ns += head * _MS
@@ -89,12 +89,12 @@ def test_items_are_told_when_the_device_is_done_with_them_and_not_before() -> No
     _run_item(clock, device, 10.0)
     _run_item(clock, device, 5.0, 5.0)
     clock.tell_done()
-    assert device.told == []  # the host is 3 ms further, the device at item 0
+    assert device.told == []  # the host is 3 ms ahead, and the device still computes item 0
     device.pass_time(8)
     clock.tell_done()
     assert device.told == [(start_ns, start_ns + 10 * _MS)]
     clock.finish()
-    # The device did the items back to back, although the host launched the second one at 1 to 3 ms.
+    # The device did the items back to back, although the host launched the second one only at 1 to 3 ms.
     assert device.told[1:] == [(start_ns + 10 * _MS, start_ns + 20 * _MS)]
 
 
@@ -108,7 +108,7 @@ def test_an_item_begins_when_its_own_work_does_and_not_when_it_was_asked_for() -
     device.pass_time(10)
     clock.tell_done()
     (_, (second_began, second_ended)) = device.told
-    # The device was idle, so it had to wait for the launch. Therefore the time of the launch counts.
+    # The device was idle and had to wait for the launch, so the time of the launch counts.
     assert second_began == began_ns
     assert second_ended == began_ns + 3 * _MS
 
@@ -120,7 +120,7 @@ def test_an_item_without_work_keeps_its_place() -> None:
     clock.complete()
     clock.begin()
     clock.end()
-    clock.drop()  # reading data that were over
+    clock.drop()  # stands for a read that found no more data
     _run_item(clock, device, 4.0)
     clock.tell_done()
     assert device.told == []

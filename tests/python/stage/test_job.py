@@ -1,4 +1,4 @@
-"""Local workers have the caller's switches and start method."""
+"""Tests that local workers get the caller's switches and start method."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pipedream.stage.job import CallerSettings
 
 
 def _start_methods(settings: CallerSettings) -> tuple[str, str]:
-    """Returns the methods that a rank has after it applied these settings. Then restores the rank's own
-    settings."""
+    """Applies these settings at a rank, and returns its start and sharing methods. Then restores the rank's
+    own settings.
+    """
     own = CallerSettings.capture()
     settings.apply()
     found = multiprocessing.get_start_method(), torch.multiprocessing.get_sharing_strategy()
@@ -28,7 +29,9 @@ def test_a_workers_processes_start_as_the_callers_would(farm: Farm, method: str)
 
 
 def _switched(settings: CallerSettings) -> CallerSettings:
-    """Sets these settings in a rank, and puts them back afterwards."""
+    """Applies these settings at a rank, and returns the settings that it then has. Then restores the rank's
+    own.
+    """
     own = CallerSettings.capture()
     settings.apply()
     found = CallerSettings.capture()
@@ -51,8 +54,8 @@ def test_looking_does_not_settle_the_callers_start_method(monkeypatch: pytest.Mo
 
 
 def test_a_worker_has_the_callers_precision_of_float32(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests torch.backends.fp32_precision, which transformers sets for `tf32`. torch's older function does
-    not report a precision that was set in this way.
+    """transformers sets torch.backends.fp32_precision for `tf32`. torch's older function does not report a
+    precision that was set in this way.
     """
     monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
     settings = CallerSettings.capture()

@@ -1,4 +1,4 @@
-"""Tests outgoing.py: a tensor does not change while it waits to be sent."""
+"""Tests outgoing.py: a tensor must not change while it waits to be sent."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ class _Progress:
 
 
 def test_a_replica_counts_each_minibatch_once_however_far_apart_its_own_are() -> None:
-    # Three replicas share two microbatches per minibatch, so the first has none in minibatches 2 and 5.
+    # Three replicas share two microbatches per minibatch. So the first replica has none in minibatches 2 and
+    # 5.
     source = types.SimpleNamespace(first_minibatch=6, samples=[1, 10, 100, 1000, 10000], epochs=[0] * 5)
     progress = _Progress()
     show = LossDisplay(cast("Any", progress), cast("Any", source), None, 0)

@@ -22,7 +22,8 @@ def replay(
 ) -> set[str]:
     """Runs all programs. Returns the edges between two workers on which items of EdgeTransfers travelled.
 
-    transfers: one for each rank. compute: does the instructions that are no SEND or RECV."""
+    `transfers` has one entry per rank. `compute` does all instructions but SEND and RECV.
+    """
     programs = [
         deque(_core.make_program(options, rank, num_minibatches)) for rank in range(options.num_workers)
     ]
@@ -52,7 +53,8 @@ def replay(
                 else:
                     received: list[Tensor] = []
                     if instruction.opcode == "RECV" and queue is not None:
-                        # Copies only now: the sender's tensors must stay unchanged until they are received.
+                        # Copies them only when they are received, because the sender must not change them
+                        # before.
                         received = [tensor.clone() for tensor in queue.popleft()]
                     made = own.do(_work(instruction, received))
                     travelled.add(str(edge))

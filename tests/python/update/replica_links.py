@@ -70,8 +70,9 @@ class ReplicaLinks:
 
 
 class QueuedExchange:
-    """Replaces the core's ShardExchange. It never waits: items must be there already. It gives the parts of a
-    gradient, but not their mean."""
+    """Replaces the core's ShardExchange. It never waits, so the items must have arrived. It gives the parts
+    of a gradient, but not their mean.
+    """
 
     def __init__(self, links: ReplicaLinks, *, rounds: _core.Rounds, replica: int, **spec: Any) -> None:
         self.links, self.rounds, self.replica = links, rounds, replica
@@ -214,7 +215,7 @@ class QueuedExchange:
 
 
 def channels_of(replica: int, num_replicas: int) -> ReplicaChannels:
-    """Returns the names of a replica's channels. "push 0 1" is the one from replica 0 to replica 1."""
+    """Returns the names of a replica's channels. "push 0 1" goes from replica 0 to replica 1."""
 
     def names(what: str, *, sends: bool) -> Mapping[int, str]:
         others = [other for other in range(num_replicas) if other != replica]

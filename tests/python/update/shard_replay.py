@@ -1,5 +1,6 @@
 """Replays the programs of one stage's replicas in one thread. A test chooses which replica does its next
-instruction, so that it can try any delays. The weights that each forward reads are recorded."""
+instruction, so it can try any delays. The weights that each forward reads are recorded.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Read:
 
 
 class ReplayedReplica:
-    """One replica of the first stage. Its weights begin as zeros, and SGD has lr 1."""
+    """One replica of the first stage. Its weights begin as zeros, and SGD has a learning rate of 1."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class ReplayedReplica:
         return [leaf.detach().clone() for leaf in self.weights.own.leaves(self.slot_of(version))]
 
     def may_go_on(self) -> bool:
-        """Whether the replica's next instruction need not wait."""
+        """Returns whether the replica can do its next instruction without a wait."""
         if not self.program:
             return False
         instruction, edge = self.program[0], self.program[0].edge
@@ -169,7 +170,7 @@ class ReplayedReplica:
         return min(*own, *others), max(*own, *others)
 
     def _backward(self, minibatch: int, version: int) -> None:
-        """Computes the gradients by autograd, so that hooks are called."""
+        """Computes the gradients by autograd, because hooks must be called."""
         self._gradient_slot = self.slot_of(version)
         self.server.begin_last_backward(minibatch, 1.0)
         leaves = self.weights.own.leaves(self._gradient_slot)
@@ -209,8 +210,9 @@ class ShardReplay:
         ]
 
     def run(self, choose: Callable[[int], int]) -> None:
-        """Runs until nobody can go on. choose: gets the number of possible moves, returns the index of
-        one."""
+        """Runs until no replica can go on. `choose` gets the number of possible moves and returns the index
+        of one.
+        """
         while True:
             moves: list[Callable[[], None]] = [r.go_on for r in self.replicas if r.may_go_on()]
             moves += [

@@ -1,6 +1,7 @@
 """Tests replicas of asynchronous shards in one thread, with every replica late at some time. Each gradient is
-applied once, in the order in which it comes, and the oracle computes the same numbers from that order. Also
-tests how old a version may be for each way to synchronise."""
+applied once, in the order of arrival. The oracle computes the same numbers from that order. Also tests how
+old a version may be for each way to synchronise.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +78,7 @@ def test_the_oracle_computes_the_same_from_the_order_of_arrival(seed: int, width
         [SimpleNamespace(parts=record["parts"], replicas=record["order"]) for record in records],
         num_minibatches,
     )
-    # The oracle may get the minibatches in any order, because their last stage may have finished a later one
-    # first.
+    # The oracle may get the minibatches in any order, because the last stage may finish a later one first.
     for minibatch in generator.sample(range(num_minibatches), num_minibatches):
         named = replay.replicas[minibatch % num_replicas[0]].named
         oracle.add(minibatch, {name: _random(minibatch, parameter) for name, parameter in named}, 1.0)
@@ -112,7 +112,7 @@ def test_an_optimizer_that_needs_whole_tensors_has_a_shards_gradient_at_once() -
 
 
 def _decoded(read: Any, round_of: int, num_minibatches: int) -> set[int]:
-    """The versions of the elements, for rounds whose means are known."""
+    """Returns the versions of the elements. The gradients are such that each version has its own value."""
     contents = {0.0: 0}
     total = 0.0
     for version in range(1, -(-num_minibatches // round_of) + 1):
@@ -140,5 +140,5 @@ def test_no_version_is_older_than_its_bound_under_random_delays(
         for minibatch, read in replica.reads.items():
             oldest = max(0, minibatch // r - in_flight + 1 - staleness)
             assert read.version == oldest
-            if sync != "asp":  # one version, and no mixture
+            if sync != "asp":  # all elements have the same version
                 assert _decoded(read, r, num_minibatches) == {read.version}

@@ -53,8 +53,9 @@ def test_figures_add_up() -> None:
 
 
 class _Tied:
-    """Stands in for the tied parameters of a stage. Counts the updates; has slots as if two versions were
-    kept."""
+    """Stands in for the tied parameters of a stage. It counts updates, and has slots as if two versions were
+    kept.
+    """
 
     def __init__(self, versions: WeightVersions | None, received: list[Tensor | None]) -> None:
         self._versions = versions
@@ -127,7 +128,7 @@ def test_a_step_reads_one_version_writes_the_next_and_publishes_it() -> None:
     parts.gradients.take(0, 0)
     assert all(leaf.grad is None for leaf in parts.weights.own.leaves(0))
     parts.gradients.apply(0, 1, 0.5, run=lambda step: step())
-    # The stage's own weights become 1 - lr * 0.5 * 2, the tied weight becomes 1 - lr * 0.5 * 3.
+    # The stage's own weights become 1 - lr * 0.5 * 2, and the tied weight becomes 1 - lr * 0.5 * 3.
     assert parts.contents(1) == [[0.0], [0.0], [-0.5]]
     assert parts.contents(0) == [[1.0]] * 3
     assert parts.tied.num_updates == 1
@@ -142,8 +143,8 @@ def test_a_skipped_step_copies_the_version_and_leaves_optimizer_and_scheduler_al
     assert parts.contents(1) == parts.contents(0) == [[1.0]] * 3
     assert parts.tied.num_updates == 1
     assert parts.gradients.take_overflow()
-    assert not parts.gradients.take_overflow()  # told once
-    # The scheduler halves the rate after every step that is made. This is the first such step.
+    assert not parts.gradients.take_overflow()  # an overflow is reported once
+    # The scheduler halves the rate after every step that is not skipped. This is the first such step.
     parts.leave_gradients(1, 1.0)
     parts.gradients.take(1, 1)
     parts.gradients.apply(1, 0, 1.0, run=lambda step: step())
@@ -155,7 +156,7 @@ def test_the_gradients_of_one_minibatch_do_not_come_again_in_the_next() -> None:
     parts.leave_gradients(0, 2.0)
     parts.gradients.take(0, 0)
     parts.gradients.apply(0, 1, 1.0, run=lambda step: step())
-    parts.gradients.take(1, 1)  # of backwards that reached no parameter
+    parts.gradients.take(1, 1)  # the backwards of minibatch 1 reached no parameter
     parts.gradients.apply(1, 0, 1.0, run=lambda step: step())
     assert parts.contents(0) == parts.contents(1) == [[-1.0]] * 3
 
@@ -181,7 +182,7 @@ def test_figures_take_sparse_missing_and_empty_gradients() -> None:
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]).double(), (2, 2), check_invariants=True
     )
-    first.grad = sparse  # not coalesced: 3 at one place
+    first.grad = sparse  # not coalesced: two values add up to 3 at one place
     second.grad = None
     parts.gradients.take(0, 0)
     assert parts.gradients.figures() == GradientFigures(9.0)
@@ -191,7 +192,8 @@ def test_figures_take_sparse_missing_and_empty_gradients() -> None:
 
 def test_float32_norms_are_added_in_float64() -> None:
     parts = _Parts(with_tie=False)
-    # The sum of 10 squares of 8e18 is too large for float32. The sum of a single gradient is not.
+    # The squares of all gradients together are too large for float32: 10 elements of 8e18. Those of each
+    # single gradient are not.
     for leaf in parts.weights.own.leaves(0):
         leaf.data = leaf.data.float()
         leaf.grad = torch.full_like(leaf, 8e18)

@@ -30,7 +30,7 @@ def test_a_stage_upstream_scales_nothing() -> None:
 def test_where_rounds_drain_their_minibatches_have_one_scale() -> None:
     scaling = LossScaling(_schedule("flush", [2, 1]), 1)
     scales = []
-    for minibatch in range(6):  # the update of the first round, of minibatches 0 and 1, overflows
+    for minibatch in range(6):  # the first update, of minibatches 0 and 1, overflows
         scaling.begin_forward(minibatch, overflowed=minibatch == 2, told=minibatch in (2, 3))
         scales.append(scaling.scale)
     assert scales == [65536.0] * 2 + [32768.0] * 4
@@ -42,7 +42,7 @@ def test_replicas_of_the_last_stage_take_the_scale_from_what_all_of_them_have_he
     for round_index in range(4):
         for replica, scaling in enumerate(replicas):
             minibatch = 2 * round_index + replica
-            told = minibatch == 3  # by the activation that only the second replica has
+            told = minibatch == 3  # only the second replica's activation tells of the overflow
             if told:
                 scaling.note_told(minibatch)
             scaling.begin_forward(minibatch, overflowed=False, told=told)

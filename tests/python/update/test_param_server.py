@@ -1,5 +1,6 @@
-"""Tests replicas in one thread, with queues in the place of the core's channels. Whichever replica is late,
-each gradient is in exactly one update, and every replica gets every version."""
+"""Tests replicas in one thread, with queues in place of the core's channels. Whichever replica is late, each
+gradient is in exactly one update, and every replica gets every version.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ _NUM_SLOTS = 2
 
 
 class _Replica:
-    """A replica whose weights are all equal. SGD with lr 1 makes version v + 1 = version v - the mean
-    gradient of round v."""
+    """A replica whose weights are all equal. SGD has a learning rate of 1, so version v + 1 is version v less
+    the mean gradient of round v. A round is the minibatches of one update.
+    """
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class _Replica:
         return cast(QueuedExchange, self.server._exchange)
 
     def update(self, round_index: int) -> None:
-        """Makes the update of a round that all have pushed."""
+        """Makes the update of a round whose gradients all replicas have pushed."""
         for other in self.others:
             self.exchange.begin_push_from(other)
         self.server.take(round_index * self.num_replicas, self.slot)
@@ -157,7 +159,7 @@ def test_of_several_minibatches_in_a_round_the_last_one_pushes_the_sum(
     links.known_end = num_minibatches
     for minibatch in (0, 2):
         replica.backward(minibatch, 1.0)
-    assert links.sent == []  # the first round shows what is accumulated once
+    assert links.sent == []  # the first round tells how many gradients add up, and pushes nothing yet
     replica.server.push(0, replica.slot)
     links.queues.clear()
     for minibatch in range(4, last, 2):
@@ -166,7 +168,8 @@ def test_of_several_minibatches_in_a_round_the_last_one_pushes_the_sum(
     replica.backward(last, 8.0)
     ((_, content), fields) = links.queues["push 0 1"].popleft()
     assert fields.num_minibatches == 1 + (last - 4) // 2
-    assert set(content.tolist()) - {0.0} == ({8.0} if last == 4 else {10.0})  # zeros between parameters
+    # Zeros fill the gaps between parameters.
+    assert set(content.tolist()) - {0.0} == ({8.0} if last == 4 else {10.0})
 
 
 def test_a_gradient_that_grows_after_it_has_left_is_refused() -> None:
@@ -179,8 +182,9 @@ def test_a_gradient_that_grows_after_it_has_left_is_refused() -> None:
 
 
 class _FactoredReplica:
-    """A replica with two fully connected layers. The weight of one is pushed as factors, the weight of the
-    other is not. SGD with lr 1."""
+    """A replica with two fully connected layers. One weight is pushed as factors, and the other is not. SGD
+    has a learning rate of 1.
+    """
 
     def __init__(self, links: ReplicaLinks, replica: int, num_replicas: int) -> None:
         self.links, self.replica, self.num_replicas = links, replica, num_replicas
@@ -219,12 +223,12 @@ class _FactoredReplica:
                 device=torch.device("cpu"),
             ),
         )
-        self._around = contextlib.ExitStack()  # as long as this one
+        self._around = contextlib.ExitStack()  # entered for as long as this replica exists
         self._around.enter_context(self.server.running())
         self.slot = 0
 
     def backward(self, minibatch: int, *, uses_weight: bool = False) -> None:
-        """uses_weight: the loss does so itself, too."""
+        """Does a backward. With uses_weight the loss also reads the weight directly."""
         self.weights.bind(self.slot, {})
         loss = _loss_of(self.model, minibatch)
         if uses_weight:
@@ -267,7 +271,7 @@ def test_factored_weights_are_updated_by_every_replica_to_the_same_bits_and_neve
     replicas = [_FactoredReplica(links, replica, num_replicas) for replica in range(num_replicas)]
     plain = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2)).double()
     plain.load_state_dict(replicas[0].model.state_dict())
-    num_minibatches = 2 * num_replicas + 1  # the last round has one member
+    num_minibatches = 2 * num_replicas + 1  # the last round has one minibatch
     for round_index in range(3):
         members = range(num_replicas * round_index, num_minibatches)[:num_replicas]
         for minibatch in members:
@@ -336,7 +340,7 @@ def test_norms_count_factored_weights_once() -> None:
 
 @pytest.mark.parametrize("num_rounds_kept", [1, 2])
 def test_before_the_first_backward_of_a_round_older_ones_have_left(num_rounds_kept: int) -> None:
-    # Otherwise gradients of more rounds than the memory was planned for could wait for a slow link.
+    # Gradients of too many rounds must not wait for a slow link. Memory is planned for num_rounds_kept only.
     links = ReplicaLinks()
     replica = _Replica(links, 0, 3, num_rounds_kept=num_rounds_kept)
     replica.server.begin_backward()
@@ -345,13 +349,12 @@ def test_before_the_first_backward_of_a_round_older_ones_have_left(num_rounds_ke
     replica.server.push(0, replica.slot)
     replica.server.begin_backward()
     assert replica.exchange.waits == [num_rounds_kept - 1]
-    replica.server.begin_backward()  # of the next microbatch
+    replica.server.begin_backward()  # the backward of the next microbatch
     assert len(replica.exchange.waits) == 1
 
 
 def test_what_leaves_during_a_backward_counts_beside_what_it_pushes() -> None:
-    """Otherwise memory that exists at the same time as all gradients of the round would not count beside
-    them."""
+    """This memory exists at the same time as all gradients of the round, so it must be added to theirs."""
     server = _Replica(ReplicaLinks(), 0, 2).server
     before = server.num_bytes(0)
     late: torch.Tensor | None = torch.empty(100, dtype=torch.uint8)

@@ -1,5 +1,6 @@
 """Tests shards.py: each replica has its pieces of the parameters, and an optimizer keeps state for these
-pieces only."""
+pieces only.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def test_a_shard_alone_has_its_pieces_one_behind_the_other(whole_tensors: bool, 
         chunks = alone.chunks_of(shard)
         assert num_bytes <= sum(chunk.num_bytes for chunk in chunks)
         for chunk, own in zip(layout.chunks_of(shard), chunks, strict=True):
-            # The owner has only its shard, the other replicas have whole slots. Both must take the same bytes
-            # for the chunk.
+            # The owner has memory for its shard only, and the other replicas have whole slots. Both must send
+            # the same bytes for the chunk.
             assert own.num_bytes == chunk.num_bytes
             for piece, of_own in zip(chunk.pieces, own.pieces, strict=True):
                 assert own.begin_bytes + of_own.begin_bytes == offsets[of_own.parameter]
@@ -75,7 +76,7 @@ def test_what_is_shared_is_in_no_chunk_and_updated_by_all(
         for piece in chunk.pieces:
             dealt[piece.parameter] += piece.count
             assert piece.parameter not in shared
-            # A chunk has the byte order of the slot, because a replica that pulls it copies its bytes.
+            # A chunk has the byte order of the slot, because a replica that pulls the chunk copies its bytes.
             is_tied = num_tied > 0 and piece.parameter == 4
             assert chunk.is_tied == is_tied
             begin = offsets[piece.parameter] + 4 * piece.first - (tied_begin if is_tied else 0)

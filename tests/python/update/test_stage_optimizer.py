@@ -1,4 +1,4 @@
-"""stage_optimizer.py: the next version of a stage's weights, by any optimizer."""
+"""Tests stage_optimizer.py: any optimizer writes the next version of a stage's weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_versions_follow_the_optimizer_and_its_scheduler_slot_after_slot(
     optimizer = plain_factory(plain)
     scheduler = lr_scheduler(optimizer) if lr_scheduler else None
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch's scheduler warns when it believes that nobody stepped
+        warnings.simplefilter("error")  # torch's scheduler warns if it believes that no step was made
         for step in range(6):
             read, write = (versions.leaves((step + after) % num_slots) for after in (0, 1))
             before = [leaf.detach().clone() for leaf in read]
@@ -90,7 +90,8 @@ def test_the_state_of_native_optimizers_is_placed_and_counted_once(factory: Any,
     named = stage.trainable_parameters()
     optimizer = StageOptimizer(factory, named)
     assert optimizer.num_placed_states == num_states
-    slots = [slot.fill_(0xFF) for slot in slots_for(named, num_states)]  # as it comes from a poisoned pool
+    # 0xFF, as in a pool that fills free memory with it.
+    slots = [slot.fill_(0xFF) for slot in slots_for(named, num_states)]
     optimizer.place_state(slots)
     versions = versions_of(stage, 1)
     for step in range(2):
@@ -117,7 +118,7 @@ def test_an_optimizer_goes_from_slots_to_others_with_its_state(name: str) -> Non
             versions.restore(step % 2)
             stage_optimizer.leave_slots()
             for slot in versions.slots:
-                slot.fill_(0xFF)  # somebody else's by now
+                slot.fill_(0xFF)  # the slot belongs to another user by now
             stage_optimizer.place_state(slots_for(named, stage_optimizer.num_placed_states))
             versions = versions_of(stage, 2)
             versions.copy_version(0, step % 2)
@@ -153,7 +154,7 @@ def test_the_factory_gets_names_if_it_asks_for_them_and_parameters_that_keep_the
 
 
 class _Own(optim.SGD):
-    """A subclass may have a step of its own."""
+    """A subclass, which may have a step() of its own."""
 
 
 def _reversed_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -220,5 +221,5 @@ def test_a_state_of_other_options_is_refused_also_under_another_plan() -> None:
     StageOptimizer(functools.partial(torch.optim.SGD, lr=0.1), named).go_on_from_parts([before])
     with pytest.raises(ValueError, match="other options of them, than the optimizer of the stage"):
         StageOptimizer(functools.partial(torch.optim.SGD, lr=0.2), named).go_on_from_parts([before])
-    # An option that follows from the plan may differ.
+    # An option may differ if it follows from the plan.
     StageOptimizer(functools.partial(_slower_when_late, delay=1.0), named).go_on_from_parts([before])

@@ -1,6 +1,6 @@
-"""tied.py: every use of a tied parameter reads one version, and one update has the gradients of all uses.
+"""Tests tied.py: all uses of a tied parameter read one version, and one update has the gradients of all uses.
 
-Stages run their real programs, with queues in the place of the core's channels.
+Stages run their real programs, with queues in place of the core's channels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "m
 
 
 class _Use(nn.Module):
-    """A layer with the tied parameter and a parameter of its own."""
+    """Has the tied parameter and a parameter of its own."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -48,8 +48,9 @@ def _gradient(minibatch: int, stage: int) -> float:
 
 
 def _contents(first_user: int, num_stages: int, first_minibatch: int) -> list[float]:
-    """Returns the tied parameter's value at the first version and after each update: plain descent with rate
-    1."""
+    """Returns the tied parameter's value at the first version and after each update by gradient descent with
+    rate 1.
+    """
     contents = [100.0]
     for minibatch in range(first_minibatch, _NUM_MINIBATCHES):
         contents.append(
@@ -59,7 +60,7 @@ def _contents(first_user: int, num_stages: int, first_minibatch: int) -> list[fl
 
 
 class _Stage:
-    """One stage's reads and gradients of the tied parameter."""
+    """Does one stage's reads and gradients of the tied parameter."""
 
     def __init__(
         self, options: _core.ScheduleOptions, stage: StageModule, ties: list[Tie], first_user: int
@@ -118,8 +119,9 @@ def _assert_all_uses_agree(
     first_user: int = 0,
     first_minibatch: int = 0,
 ) -> set[str]:
-    """Runs the programs, and asserts that all uses read the same versions. first_user: the stage that owns
-    the parameter; all later stages use it. first_minibatch: the minibatch with which the programs begin."""
+    """Runs the programs, and asserts that all uses read the same versions. `first_user` is the stage that
+    owns the parameter, and all later stages use it. The programs begin with `first_minibatch`.
+    """
     modules, ties = _stages(len(in_flight), first_user)
     options = _core.ScheduleOptions(
         schedule, in_flight, microbatches, placement, ties=tie_pairs(ties), first_minibatch=first_minibatch
@@ -179,8 +181,9 @@ def test_two_stages_of_one_worker_hand_over_without_a_channel(microbatches: int)
 
 
 def _two_ties() -> tuple[list[StageModule], list[Tie]]:
-    """Returns stages with two tied parameters. Stages 0 and 2 share the first one, stages 1 and 2 the second,
-    which has another shape."""
+    """Returns stages with two tied parameters. Stages 0 and 2 share the first one. Stages 1 and 2 share the
+    second one, which has another shape.
+    """
     first = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     second = nn.Parameter(torch.zeros(4, dtype=torch.float64))
 
@@ -214,7 +217,8 @@ def test_a_stage_that_shares_with_two_owners_sends_each_its_own() -> None:
     (of_first,), (of_second,) = versions[0].leaves(0), versions[1].leaves(0)
     of_first.grad, of_second.grad = torch.full_like(of_first, 7.0), torch.full_like(of_second, 9.0)
     first.take_gradients_from(2, user.gradients_for(0))
-    assert (of_first.grad, of_second.grad is None) == (None, False)  # given up, the other's still there
+    # The first one's gradient is released, and the second one's is still there.
+    assert (of_first.grad, of_second.grad is None) == (None, False)
     second.take_gradients_from(2, user.gradients_for(1))
     assert of_second.grad is None
     assert [g.tolist() for g in first.collect() if g is not None] == [[7.0] * 2]
@@ -255,7 +259,7 @@ def test_gradients_that_are_missing_or_sparse_are_summed_too() -> None:
     first_leaf = first_versions[0].leaves(0)[0]
     first_leaf.grad = torch.ones_like(first_leaf)
     owner.take_gradients_from(1, first_user.gradients_for(0))
-    # Its backward did not reach the parameter.
+    # The second user's backward did not reach the parameter.
     owner.take_gradients_from(2, second_user.gradients_for(0))
     (total,) = owner.collect()
     assert total is not None
@@ -283,7 +287,9 @@ def test_a_stage_without_ties_has_nothing_to_do() -> None:
 
 
 def test_the_last_mean_is_made_after_the_last_version_has_been_sent() -> None:
-    """The owner sends a version from its own memory, and the mean of its replicas is made in that memory."""
+    """The owner makes the mean of its replicas in its own memory, from which the last version is still being
+    sent.
+    """
     stages, ties = _stages(2)
     shared = [ties[0].parameter]
     own, tied_named = split_tied(stages[0], shared)

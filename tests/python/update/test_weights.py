@@ -1,4 +1,4 @@
-"""weights.py: versions in flat slots, bound without a copy."""
+"""Tests weights.py: versions in flat slots, bound without a copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _fill(versions: WeightVersions, slot: int, value: float) -> None:
 def test_version_0_has_the_initial_weights_and_gives_the_models_outputs(case_name: str) -> None:
     case = CASES[case_name]
     (inputs, _), *_ = case.data(1)
-    model = case.model().eval()  # no dropout, no running statistics
+    model = case.model().eval()  # without dropout, and without changes of running statistics
     expected = model(inputs)
     stage = split(model, case.plan(1))[0]
     versions = versions_of(stage, 3)
@@ -60,12 +60,13 @@ def test_a_recurrent_layer_and_tied_parameters_read_the_slot_at_all_their_places
     versions.bind(1)
     assert head.weight is embedding.weight
     outputs, _ = lstm(torch.ones(1, 2, 3))
-    assert not outputs.any()  # the flat list of an LSTM's weights is bound too
+    assert not outputs.any()  # all weights are zero, also in the LSTM's flat list
     assert len(versions.names) == len(set(versions.names)) == 5
 
 
 def test_writing_one_slot_leaves_a_graph_of_another_valid_and_its_gradients_right() -> None:
-    # If the leaves were plain views of one tensor, they would share its version counter, and this would fail.
+    # Each leaf has a version counter of its own. Plain views of one tensor would share it, and this test
+    # would fail.
     layer = nn.Linear(2, 1, bias=False)
     versions = versions_of(stage_of(layer), 2)
     _fill(versions, 0, 3.0)
@@ -109,8 +110,8 @@ def _leave_slot(versions: WeightVersions, slot: int, value: float) -> None:
 
 
 def test_a_version_that_lies_outside_its_slot_is_copied_as_it_is() -> None:
-    # A forward may move leaves out of their slot (flatten_parameters()), and the next step may be skipped
-    # because of float16. The next version must then not have an older version's values.
+    # A forward may move leaves out of their slot (flatten_parameters()), and an overflow in float16 may skip
+    # the next step. The next version must then not have the values of an older one.
     versions = versions_of(stage_of(nn.Linear(2, 2)), 3)
     _leave_slot(versions, 0, 5.0)
     _leave_slot(versions, 2, 6.0)
@@ -143,7 +144,7 @@ def test_an_offloaded_version_that_was_written_outside_its_slot_comes_back_as_wr
         else:
             _leave_slot(versions, slot, 5.0)
         versions.end_update(slot)
-    versions.bind(1)  # it had to make room
+    versions.bind(1)  # version 1 had left the device, and comes back
     assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(1))
 
 
@@ -156,7 +157,7 @@ def test_restore_gives_the_modules_their_own_parameters_with_the_versions_values
     versions.restore(1)
     assert layer.weight is own
     assert own.tolist() == [[4.0, 4.0]] * 2
-    versions.bind(1)  # it binds anew, though the slot may be the one that was bound last
+    versions.bind(1)  # binds again, even if the slot is the one that was bound last
     assert layer.weight is versions.leaves(1)[0]
 
 
@@ -173,7 +174,7 @@ def test_what_a_layer_keeps_of_a_parameter_follows_the_bound_version() -> None:
     versions = versions_of(stage_of(layer), 3)
     versions.bind(1)
     assert layer.kept[0] is layer.lin.weight is versions.leaves(1)[0]
-    layer.kept.append(layer.lin.weight)  # as a first forward may
+    layer.kept.append(layer.lin.weight)  # a first forward may do this
     versions.follow_new_references()
     versions.bind(2)
     assert layer.kept[0] is layer.kept[1] is versions.leaves(2)[0]

@@ -1,4 +1,4 @@
-"""Ranks refuse a run that cannot work before any of them begins."""
+"""Tests that ranks refuse a run that cannot work before any of them begins it."""
 
 from __future__ import annotations
 

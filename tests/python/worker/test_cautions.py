@@ -59,13 +59,14 @@ def test_batch_norm_in_microbatches_is_told() -> None:
     replicated = Plan((Stage(0, 1, 2), Stage(2, 2)))
     (caution,) = cautions_of(model, replicated, None, microbatches=4, in_microbatches=True)
     assert caution.startswith("each replica of a stage steps batch norm's running statistics by its own")
-    model[1].eval()  # it keeps its statistics
+    model[1].eval()  # in evaluation mode it does not change its statistics
     assert list(cautions_of(model, _plan(), None, microbatches=4)) == []
 
 
 class _Calling(nn.Sequential):
-    """A Sequential with a forward of its own. So run() does not take it as a list of layers, but cuts its
-    forward."""
+    """A Sequential with a forward of its own. So run() cuts its forward, and does not take it as a list of
+    layers.
+    """
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = super().forward(inputs)
@@ -137,7 +138,7 @@ def test_a_loss_that_is_no_mean_over_samples_is_told_under_microbatches_alone(
     "loss_fn",
     [
         nn.CrossEntropyLoss(),
-        nn.BCEWithLogitsLoss(weight=_WEIGHT),  # divides by the number of samples all the same
+        nn.BCEWithLogitsLoss(weight=_WEIGHT),  # divides by the number of samples in spite of its weights
         nn.functional.cross_entropy,
         functools.partial(nn.functional.cross_entropy, label_smoothing=0.1),
         lambda outputs, targets: outputs.mean(),
@@ -184,8 +185,8 @@ def test_gradients_more_than_one_update_late_are_told_with_what_would_not_be() -
     assert not _late_warnings(ScheduleOptions("pipedream", [4, 3, 2, 1], 3), _MOMENTUM)
     replicas = [2, 1, 1, 1]
     in_flight, placement = derive_in_flight(replicas), Placement.in_order(replicas, [0] * 4)
-    # Each of two replicas has every second microbatch. With three microbatches per minibatch, three in a row
-    # at one replica belong to two minibatches.
+    # Each of two replicas has every second microbatch. With three microbatches per minibatch, three
+    # consecutive ones at a replica belong to two minibatches.
     told_of = [
         _late_warnings(ScheduleOptions("unstashed", in_flight, m, placement), _MOMENTUM) for m in range(1, 5)
     ]
@@ -194,8 +195,9 @@ def test_gradients_more_than_one_update_late_are_told_with_what_would_not_be() -
 
 
 def test_what_vertical_sync_is_told_to_use_is_at_most_one_update_late() -> None:
-    """With unequal numbers of replicas, the input stage's rounds end at other microbatches than the rounds of
-    other stages."""
+    """With unequal numbers of replicas, the updates of the input stage come after other microbatches than
+    those of other stages.
+    """
     replicas = [2, 1]
     placement = Placement.in_order(replicas, [0] * 2)
     late, in_time = (ScheduleOptions("vertical_sync", [2, 1], m, placement) for m in (1, 2))
@@ -282,8 +284,9 @@ class _Counting(nn.Module):
 
 
 def test_a_number_that_several_stages_of_a_worker_would_count_is_told() -> None:
-    """With schedule="interleaved" the losses of such a model differ from a plain loop's, so there must be a
-    warning."""
+    """With schedule="interleaved" a worker has several stages, which all count. The losses then differ from a
+    plain loop's, so there must be a warning.
+    """
     model = _Counting()
     cut = cut_model(model, torch.ones(2, 2), torch.ones(2, 2), nn.functional.mse_loss)
     assert cut.counts == ("num_forwards",) and model.num_forwards == 0

@@ -1,4 +1,4 @@
-"""The device on which workers compute depends on what torch and the core find."""
+"""Tests the device on which workers compute. It depends on what torch and the core find."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OLD_DRIVER = "it was built with CUDA 13.0, which needs driver 580 or later, and
 
 @pytest.fixture
 def finds(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine where torch finds a GPU, and the core, too."""
+    """Imitates a machine on which torch and the core find a GPU."""
     monkeypatch.delenv("PIPEDREAM_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(_core, "why_no_cuda", lambda: "")

@@ -1,4 +1,4 @@
-"""All replicas of a stage agree which weights are factored."""
+"""Tests that all replicas of a stage agree which weights are factored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class _Store:
-    """In the place of the rendezvous of all."""
+    """Stands in for the rendezvous of all ranks."""
 
     def __init__(self) -> None:
         self.said: dict[str, Any] = {}
@@ -28,7 +28,8 @@ class _Store:
         self.said[key] = value
 
     def wait_for(self, keys: list[str], _: float, __: Any, *, meanwhile: Any) -> list[Any]:
-        return [[list(row) for row in self.said[key]] for key in keys]  # as JSON has it
+        # Lists in place of tuples, as JSON makes them.
+        return [[list(row) for row in self.said[key]] for key in keys]
 
 
 def _model() -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""A failing worker's error is read only once it is whole."""
+"""Tests that a failing worker's error is read only when it is written completely."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _FAILED = {1: 1}  # exit codes by rank
 def test_an_error_that_is_half_written_is_not_there_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller reads the folder as soon as a worker ends. It must not find a half-written file of another
-    worker."""
+    """The caller reads the folder when any worker ends. It must not find a half-written file of another
+    worker.
+    """
     write_text, seen = Path.write_text, []
 
     def slow(path: Path, text: str, encoding: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""gathering.py: the reports of one worker for several segments are joined."""
+"""Tests gathering.py, which joins one worker's reports on several segments of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipedream.worker.gathering import join_reports
 
 
 def _report(index: int) -> dict[str, Any]:
-    """A worker's report on one of several segments with two minibatches each."""
+    """Returns a worker's report on one of several segments, which have two minibatches each."""
     first = 2 * index
     return {
         "pid": 7,
@@ -49,7 +49,7 @@ def test_what_segments_did_adds_up_and_memory_is_the_most_of_any() -> None:
     assert [minibatch for minibatch, _, _ in joined["validation"]] == [0, 1]
     stage = joined["stages"]["1"]
     assert stage["versions"] == [(0, 0), (0, 1), (2, 2), (2, 3)]
-    assert stage["recompute"] is True  # as in the newest segment
+    assert stage["recompute"] is True  # the value of the newest segment
     assert joined["totals"] == {"num_work_items": 12, "wait_ns": 3, "compute_ns": 40, "elapsed_ns": 60}
     assert [span[2] for span in joined["spans"]] == [0, 2]
     assert joined["transfers"] == [
@@ -57,7 +57,8 @@ def test_what_segments_did_adds_up_and_memory_is_the_most_of_any() -> None:
         {"back": [[0, 0], [1, 0], [2, 0], [3, 0]]},
     ]
     assert joined["memory"]["weight versions"] == {"predicted": 10, "peak": 10}
-    assert joined["memory"]["stash"] == {"predicted": 6, "peak": None}  # one was not measured
+    # The peak of one segment was not measured.
+    assert joined["memory"]["stash"] == {"predicted": 6, "peak": None}
     assert joined["synced_bytes"] == 6
     assert joined["channels"]["out"] == {
         "transport": "zmq/tcp",
@@ -65,7 +66,7 @@ def test_what_segments_did_adds_up_and_memory_is_the_most_of_any() -> None:
         "num_items": 4,
         "chunk_bytes": 9,
     }
-    # What lives on has counted all of them.
+    # The data stream lives on between segments, so its newest figures count all of them.
     assert (len(joined["samples"]), joined["data"]["read_ns"]) == (4, 200)
 
 

@@ -1,4 +1,6 @@
-"""Tests kept_state.py: a state that would fill the disk is not kept. tests/equivalence tests the rest."""
+"""Tests kept_state.py: a state that would fill the disk is not kept. tests/equivalence tests everything
+else.
+"""
 
 from __future__ import annotations
 

@@ -46,9 +46,7 @@ def test_lambdas_and_functions_made_in_others_do_what_they_did(tmp_path: Path) -
     assert arrived["plain"](3.0) == ("rate", (1, (2, torch.float64)), 1, False)
     assert arrived["lambda"](2) == 14
     assert _sent(tmp_path, by_name)(1) == 8
-    assert (
-        arrived["lambda"].__globals__ is globals()
-    )  # what a module's functions read and write there is shared
+    assert arrived["lambda"].__globals__ is globals()  # the module's global names are shared, not copied
 
 
 def test_a_function_that_can_be_imported_is_sent_by_its_name(tmp_path: Path) -> None:
@@ -104,8 +102,8 @@ def _as_an_attribute(held: Any) -> Callable[..., Any]:
 def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused_by_what_it_holds(
     tmp_path: Path, held: Any, named: str, made: Callable[[Any], Callable[..., Any]], how: str
 ) -> None:
-    # For example, a list as a default argument, in which a loss collects its terms, would stay empty at the
-    # caller.
+    # For example, a loss may collect its terms in a list that is a default argument. The caller's list would
+    # stay empty.
     said = f"<lambda> holds {named} {how}, of which each worker would have a copy"
     with pytest.raises(ValueError, match=re.escape("cannot be sent to the workers: ")) as refused:
         _sent(tmp_path, made(held))
@@ -133,7 +131,7 @@ def test_one_that_was_replaced_arrives_as_it_was_imported(
     patched = _sent_before(tmp_path, torch.nn.Linear.forward)
     module, value = torch.nn.Linear(2, 2), torch.ones(1, 2)
     expected = former(module, value) + 1
-    monkeypatch.undo()  # as it is in a worker
+    monkeypatch.undo()  # a worker has not replaced the function
     assert torch.equal(patched()(module, value), expected)
 
 
@@ -171,7 +169,7 @@ def test_one_whose_name_has_no_value_yet_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_of_a_notebook_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A worker would have the function's code, but not the notebook's names that it reads.
+    # A worker would have the function's code, but not the notebook's names that the code reads.
     notebook = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", notebook)
     exec("scale = 2\ndouble = lambda value: value * scale", vars(notebook))

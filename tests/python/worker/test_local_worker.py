@@ -1,4 +1,4 @@
-"""local_worker.py: a model that was sent has what its constructor registered."""
+"""Tests local_worker.py: a model that was sent has what its constructor registered."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _models() -> dict[str, Model]:
 
 
 class _ByModule(dict[str, Any]):
-    """The registry of transformers 5, whose keys are modules."""
+    """Imitates the registry of transformers 5, whose keys are modules."""
 
     def __setitem__(self, module: Any, outputs: Any) -> None:
         super().__setitem__(str(module.__class__), outputs)

@@ -13,7 +13,9 @@ from pipedream.worker.script_logging import ScriptLogging
 
 
 def _log(settings: ScriptLogging) -> tuple[int, list[str]]:
-    """At a rank, which is afterwards as it was."""
+    """Applies the settings at a rank, and returns its level and handlers. Then restores the rank's own
+    settings.
+    """
     own = ScriptLogging.capture()
     settings.apply()
     logging.getLogger("of.a.script").debug("said by a worker")
@@ -28,7 +30,7 @@ def _log(settings: ScriptLogging) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def loggers() -> Iterator[tuple[logging.Logger, logging.Logger]]:
-    """The root's level is put back, and so are these."""
+    """Yields two loggers. Their levels, and the root's, are restored afterwards."""
     level = logging.root.level
     named = logging.getLogger("of"), logging.getLogger("of.a.script.quiet")
     yield named

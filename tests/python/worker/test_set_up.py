@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Watchful:
-    """Data that record on how many more sockets the process listens when the first minibatch is asked for."""
+    """Data that record how many more sockets the process listens on when the first minibatch is read."""
 
     def __init__(self) -> None:
         self.num_listening: list[int] = []
@@ -44,6 +44,6 @@ def _listening_at_first_minibatch() -> list[int]:
 
 
 def test_the_first_minibatch_is_read_before_there_are_links_which_processes_would_inherit(farm: Farm) -> None:
-    # If workers of a DataLoader held the sockets of the set-up open, each run with num_workers would wait for
-    # 10 s.
+    # Workers of a DataLoader must not hold the sockets of the set-up open. Otherwise each run with
+    # num_workers would wait for 10 s.
     assert farm.results(_listening_at_first_minibatch, num_ranks=2) == [[0], [0]]

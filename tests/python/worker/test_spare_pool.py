@@ -1,4 +1,6 @@
-"""A spare that does not fit into its memory."""
+"""Tests that a spare that does not fit into its memory is refused. A spare owns a shard and computes no
+minibatches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""task_files.py: what files tell local workers."""
+"""Tests task_files.py: what local workers read from files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_large_memory_is_mapped_from_a_file_and_written_for_oneself(tmp_path: Pa
     model = _tied_model()
     write_part(tmp_path, "model", model, "")
     size = (tmp_path / "model.memory").stat().st_size
-    assert size == model[0].weight.nbytes  # the tied weight, once; the others are small
+    # The tied weight counts once, and other tensors are too small for this file.
+    assert size == model[0].weight.nbytes
     one, other = read_part(tmp_path, "model"), read_part(tmp_path, "model")
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
     assert one[1].weight is one[0].weight
@@ -44,7 +45,7 @@ def test_a_model_on_the_meta_device_arrives_there(tmp_path: Path) -> None:
 
 
 class NotDecayed(nn.Parameter):
-    """By which a script makes its parameter groups."""
+    """A class by which a script makes its parameter groups."""
 
 
 def test_parameters_arrive_as_their_own_class_with_their_marks(tmp_path: Path) -> None:
@@ -78,9 +79,9 @@ def patched(module: nn.Module) -> str:
 
 
 def test_a_method_arrives_as_its_function_and_its_object(tmp_path: Path) -> None:
-    """A method that was put into one object once arrived as the method of its class."""
+    """A method may be put into one object only. It must not arrive as the method of its class."""
     model = nn.ModuleList([Named(), Named(), Named()])
-    patched.__name__ = "name_of"  # as functools.wraps does
+    patched.__name__ = "name_of"  # functools.wraps does the same
     try:
         model[1].name_of = types.MethodType(patched, model[1])  # type: ignore[method-assign]
     finally:
@@ -96,7 +97,7 @@ def test_a_method_arrives_as_its_function_and_its_object(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("size", [8, 1 << 16], ids=["in the pickle", "in a file"])
 def test_a_view_that_a_module_keeps_of_a_buffer_shares_its_memory_there(tmp_path: Path, size: int) -> None:
-    # The view once arrived as a copy that did not follow the buffer. So the loss was wrong, without an error.
+    # The view must follow the buffer. A copy would make the loss wrong without an error.
     model = nn.BatchNorm1d(size)
     model.half = model.running_mean[: size // 2]
     write_part(tmp_path, "model", model, "")
@@ -108,7 +109,7 @@ def test_a_view_that_a_module_keeps_of_a_buffer_shares_its_memory_there(tmp_path
 
 @pytest.mark.parametrize("full", ["model.pickle", "model.memory"])
 def test_a_full_temporary_folder_is_named_with_the_remedy(tmp_path: Path, full: str) -> None:
-    """The error once advised the user to define the model's classes elsewhere."""
+    """The error must not advise the user to define the model's classes elsewhere."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / full).symlink_to("/dev/full")
@@ -117,7 +118,7 @@ def test_a_full_temporary_folder_is_named_with_the_remedy(tmp_path: Path, full: 
 
 
 class _Centred(nn.Module):
-    """A loss that looks at a buffer of the model."""
+    """A loss that reads a buffer of the model."""
 
     def __init__(self, norm: nn.BatchNorm1d) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ class _Centred(nn.Module):
 
 
 def _sent_together(folder: Path, data: Any, **parts: Any) -> GraphReader:
-    """Returns a reader of the parts, and of "data" if the data can be sent."""
+    """Returns a reader of the parts, and of "data" if the data could be sent."""
     with GraphWriter(folder) as graph:
         for name, value in parts.items():
             graph.add(name, value, "")
@@ -137,7 +138,8 @@ def _sent_together(folder: Path, data: Any, **parts: Any) -> GraphReader:
 
 
 def test_what_the_loss_and_the_data_hold_of_the_model_is_the_workers_model_too(tmp_path: Path) -> None:
-    # The buffers once arrived as separate copies, so the loss always saw the initial mean of the batch norm.
+    # The loss must hold the model's own buffers. With copies it would always see the initial mean of the
+    # batch norm.
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     assert isinstance(model[1], nn.BatchNorm1d)
     with _sent_together(tmp_path, [model], model=model, loss_fn=_Centred(model[1])) as graph:
@@ -157,7 +159,7 @@ def test_what_the_loss_and_the_data_hold_of_the_model_is_the_workers_model_too(t
     ids=["tensors", "arrays", "arrays by columns", "TensorDataset"],
 )
 def test_readers_of_data_in_memory_map_them_from_one_file(tmp_path: Path, data: Any) -> None:
-    # If each reader had a copy of its own, 400 MiB of data would take 3.2 GB at the start.
+    # If each reader had a copy, 400 MiB of data would take 3.2 GB at the start.
     with _sent_together(tmp_path, data) as graph:
         read = graph.read("data")
     assert (tmp_path / "task.pickle").stat().st_size < 3000 < (tmp_path / "task.memory").stat().st_size
@@ -170,7 +172,7 @@ def test_readers_of_data_in_memory_map_them_from_one_file(tmp_path: Path, data: 
 
 
 def test_an_array_that_the_user_maps_stays_in_the_users_file(tmp_path: Path) -> None:
-    # It was read into memory, whole, and written anew.
+    # The array must not be read into memory and written again.
     tokens = np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="w+", shape=(40_000,))
     tokens[:] = np.arange(40_000)
     tokens.flush()

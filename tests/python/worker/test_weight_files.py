@@ -42,7 +42,7 @@ def test_the_room_for_the_callers_weights_is_taken_before_the_run(tmp_path: Path
 def test_a_temporary_folder_without_that_room_ends_the_run_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The training was lost at its end.
+    # Without this check the trained weights would be lost at the end.
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -55,7 +55,9 @@ def test_a_temporary_folder_without_that_room_ends_the_run_before_it_begins(
 def test_a_temporary_folder_in_host_memory_is_asked_for_room_and_none_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trained weights once took their memory twice for the whole run."""
+    """The check must not take memory. The trained weights would otherwise take their memory twice for the
+    whole run.
+    """
     try:
         made = tempfile.TemporaryDirectory(dir="/dev/shm")
     except OSError:

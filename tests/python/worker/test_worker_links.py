@@ -1,4 +1,4 @@
-"""A worker that fails tells the links before the store."""
+"""Tests that a worker that fails tells its links before it tells the store."""
 
 from __future__ import annotations
 
