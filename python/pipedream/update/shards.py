@@ -141,7 +141,7 @@ class ShardLayout:
                     region_end = begins[after]
                 else:
                     region_end = end
-                # `begins` leaves no room for shared parameters, and `_offsets` does.
+                # `_offsets` has room for shared parameters, but `begins` has none.
                 shift = self._offsets[dealt[first]] - begins[first]
                 self.chunks.append(
                     self._chunk(

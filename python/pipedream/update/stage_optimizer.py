@@ -473,7 +473,7 @@ def _without_groups(state: dict[str, Any], num_groups: int) -> dict[str, Any]:
     kept = {name: value for name, value in state.items() if name not in _BY_GROUP}
     functions = state.get("lr_lambdas")
     if functions is not None and len(functions) != num_groups:
-        kept["lr_lambdas"] = [None] * num_groups  # functions have no state, only objects that are called
+        kept["lr_lambdas"] = [None] * num_groups  # plain functions have no state, unlike callable objects
     if "_schedulers" in state:
         kept["_schedulers"] = [_without_groups(part, num_groups) for part in state["_schedulers"]]
     return kept

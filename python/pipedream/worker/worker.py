@@ -139,8 +139,8 @@ class _Worker:
         return None if self._segment is None else self._segment.minibatch
 
     def describe(self, error: BaseException) -> str:
-        """Describes the error that ends this worker to the other workers. Only an Exception in the user's
-        code has got its place already; a sys.exit() has none."""
+        """Returns a description of this worker's error for the other workers. An Exception in the user's code
+        already names its place; any other error, such as sys.exit(), gets its place here."""
         if isinstance(error, Exception):
             return describe_error(error)
         rank, minibatch = self._place.rank, self.minibatch()
