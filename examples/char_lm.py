@@ -114,8 +114,9 @@ def make_validation(text: torch.Tensor, every: int) -> pipedream.Validation:
 def make_plan(
     model: nn.Sequential, loader: DataLoader, num_workers: int, path: Path, microbatches: int | None
 ) -> pipedream.Plan:
-    """Returns the plan in the file `path` if it is for this model and number of workers. Otherwise makes a
-    plan from a profile, and saves it there. microbatches: None lets the planner choose the number."""
+    """Returns the plan in the file `path` if it suits: it is for this model, number of workers and number of
+    microbatches, and names a schedule. Otherwise makes a plan from a profile, and saves it there.
+    microbatches: None accepts any number, and lets the planner choose it."""
     name = f"char_lm {BLOCKS}x{WIDTH}"
     if path.exists():
         plan = pipedream.Plan.load(path)

@@ -1,6 +1,6 @@
 """Fine-tunes a causal language model with transformers' Trainer, as a pipeline of workers.
 
-    python examples/trainer.py
+    python examples/trainer.py --workers 2
     torchrun --nproc-per-node 2 examples/trainer.py
 
 A script for one device would use transformers.Trainer instead of PipelineTrainer, without `workers`. Nothing
@@ -65,9 +65,11 @@ def most_likely(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a language model with transformers' Trainer.")
     parser.add_argument("--output-dir", type=Path, default=Path("results/trainer"))
-    output = parser.parse_args().output_dir
+    parser.add_argument("--workers", type=int, default=2, help="worker processes; torchrun sets its own")
+    options = parser.parse_args()
+    output = options.output_dir
     torch.manual_seed(0)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.workers))
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -100,7 +102,7 @@ def main() -> None:
         data_collator=collate,
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=most_likely,
-        workers=2,
+        workers=options.workers,
     )
     trainer.train()
     print(trainer.evaluate())

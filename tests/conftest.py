@@ -1,4 +1,4 @@
-"""The fixtures that tests of running pipelines share."""
+"""Fixtures that several folders of tests share, and the order of the tests."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TensorExchange {
   // hold its values (a negative or a conjugate view). The owner takes the GIL itself when it dies.
   [[nodiscard]] Borrowed borrow(const pybind11::list& tensors, DeviceType device, int device_index,
                                 const std::function<std::string()>& where) const;
-  // Lends a tensor as to_capsule() does.
+  // Returns a tensor of the framework over the view's memory, without a copy. The tensor keeps `owner` alive.
   [[nodiscard]] pybind11::object lend(const TensorView& tensor, DeviceType device, int device_index,
                                       std::shared_ptr<void> owner) const;
   // A 64-bit hash of the tensors' values, dtypes and shapes. Empty if a tensor is not contiguous in host

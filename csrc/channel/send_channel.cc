@@ -353,8 +353,9 @@ bool SendChannel::has_unsent_tensors() {
   return queue_.has_tensors();
 }
 
-// Releases all items whose frames were not given to the link. The link itself releases the other items. No
-// copy is under way.
+// Releases the items of which the link was given no frame. An item of which some frames were given loses its
+// other chunks, and is released once the link has let go of those frames. The caller has ended all copies,
+// because they read the items' memory.
 void SendChannel::fail_queued() {
   while (SendItem* item = queue_.take_next()) release(*item);
   while (!started_.empty()) {

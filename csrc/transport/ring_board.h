@@ -36,7 +36,7 @@ namespace pipedream {
 struct alignas(64) MarkedLinks {
   static constexpr std::uint32_t kNumLinks = 64;
 
-  std::atomic<std::uint64_t> urgent;   // links with an urgent frame
+  std::atomic<std::uint64_t> urgent;   // links with an urgent frame, or marked by the receiver itself
   std::atomic<std::uint64_t> patient;  // links with a frame that is not urgent
   // The receiver writes these two. until_one_waits has the links with Patience::kUntilOneWaits or
   // kUntilOneDrives; until_one_drives has the links with kUntilOneDrives.

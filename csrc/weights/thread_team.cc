@@ -65,12 +65,10 @@ void ThreadTeam::run_tasks(int num_threads, std::int64_t num_tasks, Task task, c
     return;
   }
   const OpenMpParallel parallel = openmp_parallel_.load(std::memory_order_acquire);
-  {
-    const std::lock_guard lock(mutex_);  // a helper that was too late for the last job may still read job_
-    job_ = {task, context, num_tasks, static_cast<int>(num_shares)};
-    for (int share = 0; share < job_.num_shares; ++share)
-      shares_[static_cast<std::size_t>(share)].next_task.store(share_begin(share), std::memory_order_relaxed);
-  }
+  // No helper is inside a job now, and helpers read job_ only after num_offered_ has been raised.
+  job_ = {task, context, num_tasks, static_cast<int>(num_shares)};
+  for (int share = 0; share < job_.num_shares; ++share)
+    shares_[static_cast<std::size_t>(share)].next_task.store(share_begin(share), std::memory_order_relaxed);
   if (parallel != nullptr) {
     run_on_openmp(parallel);
   } else {

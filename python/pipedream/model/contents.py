@@ -63,9 +63,8 @@ def _nothing() -> None:
 
 
 def _restoring(value: Any) -> Callable[[], object] | None:
-    """Returns a function that restores the value's present contents later; None for an unknown kind of
-    object.
-    """
+    """Returns a function that restores the value's present contents later. Returns None for values that are
+    not restored: parameters, memory-mapped arrays, and unknown kinds of objects."""
     if isinstance(value, Tensor):
         return None if isinstance(value, nn.Parameter) else overwriting(value)
     if isinstance(value, torch.Generator):

@@ -1,8 +1,8 @@
 """MasterWeights keeps float32 copies (masters) of bfloat16 parameters for torch's optimizers.
 
-With a usual learning rate a step changes a weight by less than 1/256 of its value. bfloat16 cannot represent
-such a small change, so rounding would lose it. The native optimizers (native_optimizer.py) need no
-MasterWeights: they keep masters themselves. Used by one thread at a time.
+With a usual learning rate a step changes a weight by less than 1/512 of its value. That is less than half
+the distance to the next bfloat16 number, so rounding would lose the change. The native optimizers
+(native_optimizer.py) need no MasterWeights: they keep masters themselves. Used by one thread at a time.
 """
 
 from __future__ import annotations

@@ -226,7 +226,8 @@ inline std::unique_ptr<Transport> make_transport(const std::string& name, Transp
   return make_zmq_transport(options);
 }
 
-// Polls until the predicate is true. It is for states that no call of a handler reports.
+// Polls until the predicate is true or kPatience has passed, and returns whether it became true. It is for
+// states that no call of a handler reports.
 template <class Predicate>
 [[nodiscard]] bool wait_until(Predicate predicate) {
   for (const auto deadline = Clock::now() + kPatience; Clock::now() < deadline;) {

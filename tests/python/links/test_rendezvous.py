@@ -137,7 +137,7 @@ def test_the_host_of_the_store_stays_until_the_others_have_heard_why(
     # find a broken connection.
     host, other, done = (ranks.rank(rank, world_size=3, hosts=rank == 0) for rank in range(3))
     done.join(_TIMEOUT_S)
-    done.leave()  # this rank hears of the end by its links, never by the store
+    done.leave()  # its links are open and tell it of a failure, so the host need not wait for it
     heard: list[str] = []
 
     def hear(_: float) -> None:
@@ -268,8 +268,9 @@ def test_a_store_that_cannot_be_made_leaves_no_descriptor(monkeypatch: pytest.Mo
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         before = _num_descriptors()
+        # The listener has another port than 1, so TCPStore fails. It has then closed the descriptor already.
         with pytest.raises(dist.DistError, match="bound to port"):
-            module._store_at(listener, "127.0.0.1", 1)  # asks for another port, so torch closes the listener
+            module._store_at(listener, "127.0.0.1", 1)
         assert _num_descriptors() == before
         monkeypatch.setattr(dist, "TCPStore", fail_at_once)
         with pytest.raises(dist.DistNetworkError, match="taken the descriptor over"):
