@@ -1,5 +1,5 @@
-"""run() checks its arguments, and then trains: with local workers, or under torchrun as this rank's worker.
-Runs on the caller's thread."""
+"""run() checks its arguments and then trains. It starts local workers. Under torchrun it is itself the worker
+of its rank. Runs on the caller's thread."""
 
 from __future__ import annotations
 

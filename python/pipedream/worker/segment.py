@@ -173,7 +173,7 @@ class Segment:
         if boundary is not None and not source.stream.looks_ahead:
             source.look_ahead(functools.partial(exceeds, boundary), group_size)
         elif boundary is None and group_size > 1:
-            # Whether an event is due is known only for a whole group.
+            # Reads whole groups, because the events that are due depend on whether the data end in the group.
             source.look_ahead(lambda _: False, group_size)
         self._loop = loop = self._make_loop(checkpointing)
         self._snapshots.clear()  # frees their memory, which nothing needs any more
