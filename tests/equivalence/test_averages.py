@@ -102,6 +102,7 @@ def test_averages_equal_a_plain_loops_to_the_last_bit_where_the_schedule_drains(
         replace(_FLUSH, replicas=(2, 1), microbatches=2),
         replace(_FLUSH, case_name="cnn", replicas=(1, 2), microbatches=2, optimizer=_native),
         replace(_FLUSH, replicas=(2, 1), microbatches=2, sync="allreduce"),
+        replace(_FLUSH, num_stages=1, replicas=(2,), microbatches=2),  # a chunk has a whole matrix
         replace(_FLUSH, num_stages=4, schedule="interleaved", microbatches=2),
     ],
     ids=str,
@@ -132,6 +133,7 @@ def _train_with_checkpoints(training: Training, path: Path, **options: Any) -> t
         Training("mlp", 3, num_minibatches=5, epochs=2),
         Training("tied_apart", 3, num_minibatches=5, epochs=2, optimizer=OPTIMIZERS["adam"]),
         Training("mlp", 2, replicas=(2, 1), num_minibatches=6, epochs=2, optimizer=_native),
+        Training("mlp", 1, replicas=(2,), num_minibatches=6, epochs=2),
     ],
     ids=str,
 )

@@ -110,8 +110,13 @@ class Averages:
 
     # Checkpoints store the averages by name.
 
-    def named_values(self) -> dict[str, Tensor]:
-        return {name: tensor for (name, _), tensor in zip(self._named, self._tensors, strict=True)}
+    def named_values(self, *, only_updated: bool = False) -> dict[str, Tensor]:
+        """Returns the averages by name. A piece is flat, also if it is a whole parameter."""
+        named = list(zip(self._named, self._tensors, strict=True))
+        return {
+            name: flat_view(tensor) if piece_in(name)[2] else tensor
+            for (name, _), tensor in (named[: self._num_updated] if only_updated else named)
+        }
 
     @property
     def count(self) -> int:
@@ -122,14 +127,15 @@ class Averages:
         """Continues from averages over `count` versions. values: the averages by name. A piece takes the
         value with its own name, or its part of the whole parameter's value. If a value is missing, the
         averages start again with the next version."""
-        found = [value for name, _ in self._named if (value := _value_of(name, values)) is not None]
+        found = [value for name, p in self._named if (value := _value_of(name, p, values)) is not None]
         if count > 0 and len(found) == len(self._named):
             self._tensors = found
             self._count_before = count
 
 
-def _value_of(name: str, values: Mapping[str, Tensor]) -> Tensor | None:
+def _value_of(name: str, parameter: Tensor, values: Mapping[str, Tensor]) -> Tensor | None:
     whole, first, end = piece_in(name)
-    if name in values or whole not in values:
+    if not end or (name not in values and whole not in values):
         return values.get(name)
-    return flat_view(values[whole])[first:end]
+    flat = values[name] if name in values else flat_view(values[whole])[first:end]
+    return flat.as_strided(parameter.shape, parameter.stride())

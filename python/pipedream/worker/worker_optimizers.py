@@ -115,7 +115,7 @@ class WorkerOptimizers:
             name: value
             for optimizer in self.by_stage.values()
             if optimizer.averages is not None
-            for name, value in zip(dict(optimizer.named), optimizer.averages.updated_values(), strict=True)
+            for name, value in optimizer.averages.named_values(only_updated=True).items()
         }
 
     def go_on_with_averages(self, whole: Mapping[str, Tensor], count: int) -> None:
