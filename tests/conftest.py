@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests share, and the order of the tests."""
+"""Defines the fixtures that several folders of tests share, and the order of the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipedream.stage.job import JobOptions
 if torch.cuda.is_available() and not _core.cuda_available():
     os.environ.setdefault("PIPEDREAM_DEVICE", "host")
 
-# A slow or loaded machine is no failure.
+# Hypothesis sets no deadline, because a slow or loaded machine is no failure.
 settings.register_profile("pipedream", deadline=None)
 settings.load_profile("pipedream")
 
@@ -28,15 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "faults" in item.path.relative_to(Path(__file__).parent).parts:
             item.add_marker(pytest.mark.faults)
     # Tests that take long or wait for failures come first, so that none of them runs alone at the end.
-    # pytest-xdist gives them to its first worker, from which idle workers take some.
+    # pytest-xdist gives the first tests to its first worker, and idle workers take some of them.
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slow", "faults")))
 
 
 @pytest.fixture(scope="session")
 def farm() -> Iterator[Farm]:
-    """Processes that stand in for the ranks of torchrun. They compute on one thread. The bits of results
-    depend on the number of threads, so this process, which runs the plain loop for comparison, uses one
-    thread too."""
+    """Yields processes that stand in for the ranks of torchrun. They compute on one thread. The bits of
+    results depend on the number of threads. So this process, which runs plain loops for comparison, uses one
+    thread too.
+    """
     torch.set_num_threads(1)
     farm = Farm()
     yield farm
@@ -45,14 +46,17 @@ def farm() -> Iterator[Farm]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
-    """Lets run() raise Launched instead of launching workers. Returns the list of the options of each
-    call."""
+    """Lets run() raise Launched instead of launching workers. Returns a list, to which each call adds its
+    options.
+    """
     return note_launches(monkeypatch)
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Lets torch compute on one thread in a test without ranks, because the bits of results depend on it."""
+    """Lets torch compute on one thread, because the bits of results depend on the number of threads. For
+    tests without ranks.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

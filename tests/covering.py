@@ -1,6 +1,7 @@
 """Makes a covering array: few rows of options in which every pair of values of two options occurs at least
 once. Most faults need only two options together. A matrix of all combinations would have each pair hundreds
-of times."""
+of times.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ def covering_rows(
     """Returns rows that contain every pair of values which an allowed row can contain. Each call returns the
     same rows.
 
-        factors: {option: its values}.
-        allowed: whether a row is allowed. It is also called with partial rows. If it refuses a partial row,
-        it
-            must refuse all rows that contain it.
+        factors: maps each option to its values.
+        allowed: returns whether a row is allowed. It is also called with partial rows. If it refuses a
+            partial row, it must refuse all rows that contain it.
         given: partial rows. Each becomes one row, whose other values are chosen for new pairs.
 
-    The choice is greedy: the next value is the one with the most new pairs, or of equal ones the least used.
+    The choice is greedy. The next value is the one with the most new pairs. Among equal ones it is the one
+    that was used least.
     """
     chooser = _Chooser(factors, allowed)
     rows = [chooser.complete(dict(row)) for row in given]
@@ -42,7 +43,9 @@ def covering_rows(
 
 
 def parametrize_pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test by few rows with every pair of the factors' values, instead of all combinations."""
+    """Parametrizes a test by a few rows that contain every pair of the factors' values, instead of all
+    combinations.
+    """
     rows = [tuple(row.values()) for row in covering_rows(factors, lambda row: True)]
     ids = ["-".join(str(value).removeprefix("torch.") for value in row) for row in rows]
     return pytest.mark.parametrize(tuple(factors), rows, ids=ids)
@@ -66,7 +69,7 @@ class _Chooser:
         }
 
     def complete(self, row: Row) -> Row:
-        """Completes the row with a value for every factor, and removes its pairs from the open ones."""
+        """Completes the row with a value for every factor, and marks its pairs as covered."""
         row = self._filled(row)
         for name, values in self._factors.items():
             self._uses[name, values.index(row[name])] += 1
@@ -77,7 +80,7 @@ class _Chooser:
         left = [name for name in self._factors if name not in row]
         if not left:
             return row
-        # Begins with the factor that has most values, because it has most pairs.
+        # The factor with the most values comes first, because it has the most pairs.
         name = max(left, key=lambda each: len(self._factors[each]))
         for value in sorted(self._factors[name], key=lambda value: self._worth(row, name, value)):
             longer = row | {name: value}

@@ -74,7 +74,7 @@ class Event:
 
 
 class CudaDouble:
-    """Stands in for one test at a time."""
+    """Stands in for torch.cuda, in one test at a time."""
 
     host: set[Any] = set()
     """The operations that the host has waited for."""

@@ -1,4 +1,4 @@
-"""A second implementation of the codecs of csrc/codec/codec.h, in plain torch, for
+"""Implements the codecs of csrc/codec/codec.h a second time, in plain torch, for
 reference.run(across_cut=...).
 """
 
@@ -20,7 +20,7 @@ _INDEX_BYTES = 4
 
 class CodecOracle:
     """Encodes and decodes the tensors that cross between stages. With topk it keeps a residual for each of
-    them.
+    these tensors.
     """
 
     def __init__(self, codec: Any) -> None:
@@ -42,7 +42,7 @@ class CodecOracle:
         return as_used(received, order)
 
     def through(self, name: str, key: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """key: equal for tensors that share a residual."""
+        """Encodes and decodes a tensor. `key` is equal for tensors that share a residual."""
         if not tensor.is_floating_point() or name == "none":
             return tensor.clone()
         if tensor.itemsize == 2 and name in ("bf16", "fp16"):
@@ -64,13 +64,13 @@ class CodecOracle:
         """
         total = tensor.flatten().to(_sum_dtype(tensor.dtype), copy=True)
         kept = self._residuals.get(key, torch.zeros_like(total))
-        if len(kept) < len(total):  # the residual is that of a smaller minibatch
+        if len(kept) < len(total):  # the residual comes from a smaller minibatch
             kept = torch.cat([kept, total.new_zeros(len(total) - len(kept))])
         self._residuals[key] = kept
         kept = kept[: len(total)]
         total += kept
-        # If magnitudes are equal, the first elements are sent. Equal parts of an image have equal
-        # activations.
+        # Among equal magnitudes the first elements are sent. Equal parts of an image have equal activations,
+        # so this happens.
         magnitudes = total.abs().nan_to_num(nan=math.inf, posinf=math.inf)
         largest_first = magnitudes.sort(descending=True, stable=True).indices
         chosen = largest_first[: max(1, math.ceil(share * len(total)))]
@@ -81,17 +81,17 @@ class CodecOracle:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which topk adds up."""
+    """Returns the type in which topk adds up."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _sent_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which topk sends values."""
+    """Returns the type in which topk sends values."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 def _rounded(tensor: torch.Tensor, *, num_mantissa_bits: int, smallest_exponent: int) -> torch.Tensor:
-    """Rounds to nearest even, once. torch converts float64 by way of float32, and so rounds twice."""
+    """Rounds once, to nearest even. torch converts float64 by way of float32, and so rounds twice."""
     wide = tensor.double()
     exponent = (torch.frexp(wide).exponent - 1).clamp(min=smallest_exponent)
     unit = torch.ldexp(torch.ones_like(wide), exponent - num_mantissa_bits)
@@ -113,7 +113,7 @@ def _block_through_int8(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def encoded_bytes(name: str, num_elements: int, dtype: torch.dtype) -> int:
-    """The bytes of an encoded tensor on the wire."""
+    """Returns the bytes of an encoded tensor on the wire."""
     if name in ("bf16", "fp16"):
         return 2 * num_elements
     if name == "int8":

@@ -1,6 +1,6 @@
 """A script that changes settings, globals and functions under its `if __name__ == "__main__"` guard. Its
 losses must be the same in local workers, under torchrun and in a plain loop. Each such change is called an
-oddity. A group of oddities is one run.
+oddity, and the oddities of a group are made in one run.
 
     python odd_script.py results.json [NAME ...]     without names: all oddities of each group
 """
@@ -60,7 +60,7 @@ def squash(value):
 
 
 class Block(nn.Linear):
-    """Reads what the script sets, in as many ways."""
+    """Reads each thing that the script sets."""
 
     gain = 1.0
 
@@ -93,7 +93,7 @@ class Scale(nn.Module):
 
 
 class Net(nn.Module):
-    """Is cut along its own forward."""
+    """A model that is cut along its own forward."""
 
     def __init__(self):
         super().__init__()
@@ -387,7 +387,7 @@ _OF_CODE = (
     *("attribute_of_a_class", "patched_class", "patched_class_of_a_module"),
     *("patched_static_method", "number_of_a_module", "changed_dict_of_a_module", "patched_library"),
     *("patched_object", "partial_of_an_object", "hooks", "hook_of_all_modules", "guarded_function"),
-    "forward_around_the_former",  # after those that patch its class
+    "forward_around_the_former",  # comes after the oddities that patch its class
 )
 GROUPS = {
     "nothing": (),
@@ -446,7 +446,7 @@ def train(group, names):
 
 
 def first_loss(group, names):
-    """The whole model's loss, computed here."""
+    """Returns the whole model's loss, computed in this process."""
     model, options, around = prepared(group, names)
     with around, torch.no_grad():
         values, targets = next(iter(torch.utils.data.DataLoader(Samples(), 6)))

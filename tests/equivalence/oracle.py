@@ -1,6 +1,4 @@
-"""Compares a run with the oracle's losses and weights, with the versions that it must read, and with
-predicted memory.
-"""
+"""Compares a run with the oracle: losses, weights, the versions that it must read, and predicted memory."""
 
 from __future__ import annotations
 
@@ -39,9 +37,11 @@ def assert_equals_reference(
 ) -> tuple[RunResult, State]:
     """Runs the training at as many ranks as its plan has workers. Returns rank 0's result and state.
 
-    native: the pipeline's optimizer, if it is not the oracle's. data: replaces the training's own data, for
-    both. options: for the pipeline only. relative: the allowed difference; by default the tolerance for
-    another order of additions. train: the function that the ranks call.
+    - native: the pipeline's optimizer, if it is not the oracle's.
+    - data: replaces the training's own data, for both.
+    - options: arguments of the pipeline only.
+    - relative: the allowed difference. By default it allows another order of additions.
+    - train: the function that the ranks call.
     """
     if native is not None:
         options["optimizer"] = native

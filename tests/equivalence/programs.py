@@ -26,8 +26,8 @@ def _text(workers: Iterable[list[Step]], minibatches_per_body: int) -> str:
 
 
 def _steps(short: str, versions: str) -> list[Step]:
-    """short: such as "F0 F1 B0 U0 B1 U1". versions: the version of each of these steps, such as "0 0 0 1 0
-    2".
+    """Returns steps. `short` is such as "F0 F1 B0 U0 B1 U1". `versions` names the version of each step, such
+    as "0 0 0 1 0 2".
     """
     opcodes = {"F": "FORWARD", "B": "BACKWARD", "U": "UPDATE"}
     pairs = zip(short.split(), versions.split(), strict=True)
@@ -56,9 +56,9 @@ def drawn_program(seed: int, replicas: Sequence[int] = (), workers: int | None =
     begins.
 
     Each step is done by a random stage that can go on. A forward reads any version of its body that exists by
-    then. Some stages without replicas keep only one version, which is the newest. replicas: the number of
-    replicas of each stage; () draws a number of stages without replicas. workers: the number of workers that
-    share the stages; None gives each replica a worker.
+    then. Some stages without replicas keep only the newest version. `replicas` has the number of replicas of
+    each stage; () draws a number of stages without replicas. `workers` is the number of workers that share
+    the stages; None gives each replica a worker.
     """
     draw = random.Random(seed)
     replicas = replicas or [1] * draw.randint(2, 4)
@@ -91,7 +91,7 @@ def drawn_program(seed: int, replicas: Sequence[int] = (), workers: int | None =
 
 
 class _Drawn:
-    """A stage of a program that is being drawn. Microbatches are counted through the body."""
+    """A stage of a program that is being drawn. Microbatches are numbered through the body."""
 
     def __init__(self, index: int, num_replicas: int, m: int, per_round: int, minibatches: int) -> None:
         self.index = index
@@ -113,7 +113,7 @@ class _Drawn:
     def go_on(
         self, draw: random.Random, replica: int, upstream: _Drawn | None, downstream: _Drawn | None
     ) -> list[str]:
-        """Returns a list with the replica's next line, or [] if it does nothing this time."""
+        """Returns a list with the replica's next line, or [] if the replica does nothing this time."""
         own = range(replica, self._total, self.num_replicas)
         updated, of_round = self._updates[replica], self._per_round * self._m
         forward = next((k for k in own if k not in self.read), None)

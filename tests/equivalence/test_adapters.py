@@ -1,5 +1,5 @@
-"""Adapters (LoRA) of a frozen model train with the plain loop's numbers. Nothing is kept or sent for frozen
-weights.
+"""Tests that adapters (LoRA) of a frozen model train with the plain loop's numbers. Nothing is kept or sent
+for frozen weights.
 
 peft's own adapters are among the networks of test_real_networks.py.
 """
@@ -32,13 +32,14 @@ from twins import TWINS, cross_entropy
 
 _NUM_MINIBATCHES = 6
 _ADAMW = functools.partial(pipedream.optim.AdamW, lr=0.02)
-_RELATIVE = 1e-9  # in float64: two orders of the same arithmetic
-_TWIN = TWINS["transformer"]  # with a head that is tied to its embedding, and three blocks
+_RELATIVE = 1e-9  # allows for another order of float64 additions
+_TWIN = TWINS["transformer"]  # its head is tied to its embedding, and it has three blocks
 
 
 class LoRA(nn.Module):
     """A frozen linear layer, to whose output two small trained layers in a row are added (Hu et al.,
-    ICLR'22)."""
+    ICLR'22).
+    """
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ def _adapted(first_block: int) -> nn.Module:
 
 
 def _plan(first_block: int) -> Plan:
-    """Two stages, the second of which begins with the last block."""
+    """Returns a plan of two stages. The second one begins with the last block."""
     batch = _TWIN.data(1)[0]
     names = cut_model(_adapted(first_block), *parts_of(batch, 0), cross_entropy).layer_names
     cut = next(index for index, name in enumerate(names) if name.startswith("blocks.2"))
@@ -95,7 +96,7 @@ def _train_plainly(first_block: int) -> tuple[list[float], State]:
 
 
 def _trained_bytes(first_block: int, of_stage: str) -> int:
-    """Bytes of the adapters in the blocks whose numbers are in of_stage."""
+    """Returns the bytes of the adapters in the blocks whose numbers are in of_stage."""
     return sum(
         parameter.nbytes
         for name, parameter in _adapted(first_block).named_parameters()

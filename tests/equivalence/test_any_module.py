@@ -1,5 +1,5 @@
-"""run() trains modules with a forward of their own. It gives the numbers of plain training if the schedule
-drains, and the oracle's numbers otherwise.
+"""Tests run() with modules that have a forward of their own. It must give the numbers of plain training if
+the schedule drains, and the oracle's numbers otherwise.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from twins import TWINS, Batch, Output, Padded, Skipping, cross_entropy, padded_
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 _NUM_MINIBATCHES = 6
-_RELATIVE = 1e-9  # in float64: two orders of the same arithmetic
+_RELATIVE = 1e-9  # allows for another order of float64 additions
 
 
 def _plan(name: str, num_stages: int) -> Plan:
-    """Stages of as many layers each as can be."""
+    """Returns a plan whose stages have about equally many layers."""
     twin = TWINS[name]
     num_layers = len(cut_model(twin.model(), *parts_of(twin.data(1)[0], 0), twin.loss_fn).layer_names)
     return straight_plan(
@@ -148,7 +148,7 @@ def test_autocast_reaches_every_stage_of_a_module(farm: Farm, name: str) -> None
 
 
 def test_several_stages_of_a_module_may_be_one_workers(farm: Farm) -> None:
-    name = "masked_transformer"  # the first and the last of four stages use its tied parameter
+    name = "masked_transformer"  # its first and its last stage use the same tied parameter
     plan = _plan(name, 4)
     plan = Plan(tuple(replace(stage, worker=index % 2) for index, stage in enumerate(plan.stages)))
     options: dict[str, Any] = {"schedule": "interleaved", "microbatches": 2}
@@ -164,7 +164,7 @@ def _train_frozen(plan: Plan, **options: Any) -> tuple[RunResult, State]:
 
 
 def _frozen() -> nn.Module:
-    """Nothing is trained before the second block."""
+    """Returns a model in which nothing is trained before the second block."""
     model = TWINS["residual"].model()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(("stem", "blocks.0")))
@@ -185,7 +185,7 @@ def _batches(name: str) -> Iterator[Batch]:
 
 
 def _batches_of_a_seed(name: str, seed: int) -> list[Batch]:
-    """The minibatches that _batches() gives when its generators begin as in a run with this seed."""
+    """Returns the minibatches that _batches() gives when its generators begin as in a run with this seed."""
     with generators_kept():
         seed_data(base_seed(seed), seed, 2)
         return list(_batches(name))
@@ -239,7 +239,7 @@ def test_profile_partition_and_run_take_any_module(farm: Farm) -> None:
 
 
 class _Hooking(nn.Module):
-    """Halves the gradient of a tensor that is used twice, in a hook."""
+    """Halves the gradient of a tensor that is used twice, by a hook."""
 
     def __init__(self, *, in_module: bool) -> None:
         super().__init__()
@@ -319,8 +319,8 @@ def test_a_stage_that_sees_another_course_of_the_forward_names_the_call() -> Non
 
 
 class _ReadsLater(nn.Module):
-    """A model whose forward ends by reading a parameter of the first module, without a gradient, if inputs
-    are long.
+    """A model whose forward may end by reading a parameter of the first module, without a gradient. It does
+    so if inputs are long.
     """
 
     def __init__(self) -> None:
@@ -339,8 +339,9 @@ def _train_reading_later(plan: Plan) -> None:
 
 
 def test_what_a_later_minibatch_alone_reads_of_another_stage_shows_in_its_loss(farm: Farm) -> None:
-    """The last stage must not read the value that the parameter had before the training, because nobody would
-    notice."""
+    """The last stage must not read the value that the parameter had before the training. Nobody would
+    notice.
+    """
     for outcome in farm.run(_train_reading_later, Plan.straight(2, 2), num_ranks=2):
         assert isinstance(outcome.error, pipedream.NonFiniteLoss)
         origin = "parameter 'early.weight', which another stage trains"
@@ -363,7 +364,7 @@ class _Scores(nn.Module):
 
 
 class _Padded:
-    """Batches that are each padded to its longest text, in any order of lengths. The last one is short.
+    """Batches that are each padded to their longest text, in any order of lengths. The last batch is short.
 
     They are in no list, so that run() cannot look at all of them before the training.
     """
@@ -416,7 +417,7 @@ def test_a_batch_longer_than_the_largest_that_was_named_is_planned_for(farm: Far
 
 
 class _OfBudget(_Scores):
-    """Takes at most 12 tokens: short texts in large batches, or long ones in small batches."""
+    """Refuses more than 12 tokens: it takes short texts in large batches, or long ones in small batches."""
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Output:
         if input_ids.numel() > 12:
@@ -434,7 +435,7 @@ _NAMES = ("input_ids", "attention_mask", "labels")
 
 
 def test_what_only_the_rehearsal_is_too_large_for_says_at_which_sizes(farm: Farm) -> None:
-    """The error must not blame the first minibatch, which passes."""
+    """The error must not blame the first minibatch, which fits."""
     for outcome in farm.run(_train_within_budget, Plan.straight(3, 2), num_ranks=2):
         assert str(outcome.error) == (
             "the first minibatch at the largest sizes of any (input_ids (4, 4), attention_mask (4, 4), labels"

@@ -1,5 +1,5 @@
-"""Asynchronous shards give the oracle's numbers if the oracle is told in which order each shard got the
-gradients.
+"""Tests that asynchronous shards give the oracle's numbers. The oracle is told in which order each shard got
+the gradients.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _check(result: RunResult, state: State, training: Training, **options: Any) 
 
 def _check_orders(result: RunResult, training: Training) -> None:
     """Asserts that each shard has each gradient once. Also asserts that a version that is read contains at
-    least as many gradients as its number says."""
+    least as many gradients as its number says.
+    """
     num_minibatches = len(result.losses)
     for stage, orders in enumerate(result.update_orders):
         num_replicas = training.plan.stages[stage].num_replicas
@@ -123,7 +124,7 @@ def test_native_optimizers_give_the_references_result(farm: Farm) -> None:
 
 
 def _large_case() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A model of 2.3 MiB, so that each shard has two chunks, and its minibatches."""
+    """Returns a model of 2.3 MiB, so that each shard has two chunks, and its minibatches."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(600, 500), nn.Tanh(), nn.Linear(500, 3)).double()
     return model, [(torch.randn(2, 600).double(), torch.randn(2, 3).double()) for _ in range(9)]

@@ -1,4 +1,6 @@
-"""callbacks.EMA keeps the averages that torch.optim.swa_utils.AveragedModel keeps in a plain loop."""
+"""Tests that callbacks.EMA keeps the averages that torch.optim.swa_utils.AveragedModel keeps in a plain
+loop.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,8 @@ def test_replicas_and_local_workers_have_the_averages_of_the_whole_model(
 ) -> None:
     expected, _ = _train_plainly(training)
     parameters = {name: value.detach() for name, value in expected.items()}
-    if training.case_name == "cnn":  # microbatches of batch norm
+    # Its microbatches have their own statistics, so a plain loop would differ.
+    if training.case_name == "cnn":
         parameters = farm.results(_train, replace(training, replicas=()), num_ranks=2)[0][0]
     found, _, _ = farm.results(_train, training, num_ranks=training.num_workers)[0]
     assert_close_state(found, parameters, 1e-9)

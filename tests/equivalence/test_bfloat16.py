@@ -1,4 +1,4 @@
-"""bfloat16 parameters with float32 masters train as the same recipe in a plain loop does, to the last bit."""
+"""Tests that bfloat16 parameters with float32 masters train exactly like the same recipe in a plain loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "torch's, without": OPTIMIZERS["sgd"],
 }
 _SAME_BITS = 1e-30
-_ROUNDING = 2e-2  # where bfloat16 gradients are added in another order
+_ROUNDING = 2e-2  # allows for bfloat16 gradients that are added in another order
 
 
 def _training(case_name: str = "transformer", num_stages: int = 2, **how: Any) -> Training:
@@ -132,7 +132,8 @@ def test_masters_and_moments_are_float32_in_the_pool(farm: Farm) -> None:
         ((1, 1), {}, {"activations": "int8", "gradients": "topk:0.5"}, 0.1),
         ((2, 1), {}, {"pushes": "bf16"}, _ROUNDING),  # this codec leaves bfloat16 as it is
         ((2, 1), {}, {"pushes": "factors"}, _ROUNDING),
-        ((2, 1), {"sync": "asp", "schedule": "pipedream"}, None, 0.5),  # other updates than the oracle's
+        # The oracle's updates are others than those of asp.
+        ((2, 1), {"sync": "asp", "schedule": "pipedream"}, None, 0.5),
     ],
     ids=str,
 )

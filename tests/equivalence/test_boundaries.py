@@ -1,4 +1,4 @@
-"""Every stage and replica does its evaluations and snapshots between the same two updates."""
+"""Tests that every stage and replica does its evaluations and snapshots between the same two updates."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _train_recorded(training: Training, **options: Any) -> tuple[int, list[_Even
 
 
 def _expected(num_minibatches: int, epochs: int, group: int) -> dict[int, int]:
-    """The events that are due at each boundary, as bits."""
+    """Returns the events that are due at each boundary, as bits."""
     due: dict[int, int] = {}
     total = epochs * num_minibatches
     for event, places in (

@@ -1,5 +1,5 @@
-"""Callbacks steer a run at fixed minibatches. The numbers are those of a run whose options contain the
-callbacks' decisions from the start.
+"""Tests callbacks that steer a run at fixed minibatches. The numbers are those of a run whose options contain
+the callbacks' decisions from the start.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pipedream.callbacks.steering import Steering
 from pipedream.checkpoint.checkpoint_folder import checkpoints_in, folder_of, is_complete, is_pinned
 from training import Training, accumulate, assert_equal_state, train_by_reference, train_in_pipeline
 
-_TRAINING = Training("mlp", 2, epochs=4, num_minibatches=6)  # the last of an epoch is short
+_TRAINING = Training("mlp", 2, epochs=4, num_minibatches=6)  # the last minibatch of an epoch is short
 
 
 class _Recorder(Callback):
     def __init__(self, every: int | None = None, answers: dict[int, Any] | None = None) -> None:
         self.every = every
-        self.answers = answers or {}  # by epoch
+        self.answers = answers or {}  # the answer to each epoch's report
         self.started: list[StartReport] = []
         self.told: list[MinibatchReport] = []
         self.epochs: list[EpochReport] = []
@@ -164,7 +164,7 @@ def test_a_rate_that_a_callback_halves_falls_at_all_stages_at_the_same_update(
 
 
 class _Watching(Callback):
-    """Answers each epoch with its decision in `wishes`, and records the reports."""
+    """Answers the report of each epoch with its decision in `wishes`, and records the reports."""
 
     wants_gradient_norms = True
 
@@ -218,7 +218,8 @@ def test_callbacks_ask_for_evaluations_and_checkpoints_at_a_stated_minibatch(
     farm: Farm, tmp_path: Path, training: Training, lead: int, is_local: bool
 ) -> None:
     wishes = {0: Decision(evaluate=True), 1: Decision(checkpoint=True, evaluate=True)}
-    checkpoints = pipedream.Checkpoints(tmp_path, every=100, keep=2)  # that of the decision, and the end
+    # Only the decision and the end make checkpoints.
+    checkpoints = pipedream.Checkpoints(tmp_path, every=100, keep=2)
     if is_local:
         result, watching = _train_watched(training, wishes, checkpoints=checkpoints)
     else:
@@ -251,7 +252,7 @@ _PAGE = Path(__file__).resolve().parents[2] / "docs" / "callbacks.md"
 
 
 def _rising(outputs: Any, targets: Any) -> tuple[float, int]:
-    """A metric that is larger at each evaluation."""
+    """Returns a metric that is larger at each evaluation."""
     _rising.calls += 1  # type: ignore[attr-defined]
     return float(_rising.calls * len(targets)), len(targets)  # type: ignore[attr-defined]
 

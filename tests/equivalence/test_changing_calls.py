@@ -1,4 +1,4 @@
-"""run() trains models whose later minibatches call other modules than the first minibatch."""
+"""Tests run() with models whose later minibatches call other modules than the first minibatch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _train(name: str, plan: Plan, **options: Any) -> tuple[RunResult, State]:
         ("sparse", ("blocks.0",)),
         ("sparse", ("first", "blocks.1")),
         ("layer_dropped", ("encoder",)),
-        ("layer_dropped", ("encoder.layers.2", "decoder.layers.2")),  # no minibatch leaves these out
+        ("layer_dropped", ("encoder.layers.2", "decoder.layers.2")),  # every minibatch calls these layers
         ("self_skipping", ("blocks.1", "blocks.3")),
     ],
 )
@@ -109,7 +109,7 @@ def _train_bart(plan: Plan) -> tuple[RunResult, State]:
     "cuts",
     [
         ("model.encoder",),
-        ("model.encoder.layers.1", "model.decoder.layers.1"),  # no minibatch leaves these out
+        ("model.encoder.layers.1", "model.decoder.layers.1"),  # every minibatch calls these layers
         ("model.encoder.layernorm_embedding", "model.decoder.layernorm_embedding"),
     ],
     ids=str,

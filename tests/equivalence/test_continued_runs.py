@@ -1,4 +1,4 @@
-"""A run that continues from any of its checkpoints ends as an unbroken run does, to the last bit."""
+"""Tests that a run that continues from any of its checkpoints ends exactly like an unbroken run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _is_allowed(row: Row) -> bool:
         or (replicas == "ssp" and schedule not in (None, "pipedream"))
         or (
             replicas in ("allreduce", "sync_every") and numbers == "float16"
-        )  # which has a norm of all stages
+        )  # float16 needs a norm of all stages
         or (replicas == "sync_every" and numbers in ("masters", "native masters"))
     )
 
@@ -147,7 +147,7 @@ def test_other_depths_and_replicas_continue_too(
 
 
 class _Averaged(nn.Module):
-    """Has a frozen layer, whose weight its forward makes an average of another weight, as in MoCo."""
+    """Has a frozen layer whose weight the forward averages from another weight, as in MoCo."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def test_a_run_that_has_met_larger_minibatches_does_not_drain_for_them_again(
 class _Counting(torch.nn.Linear):
     """A layer whose weight falls by 2^i in the update of minibatch i, because 2^i is that minibatch's input.
 
-    The forward of minibatch 1 waits until a file says that minibatch 2 has begun, at another replica.
+    The forward of minibatch 1 waits for a file which says that another replica has begun minibatch 2.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The rows of covering_rows hold every pair of values and obey the given rule."""
+"""Tests covering_rows(): its rows contain every pair of values and obey the given rule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_rows_are_few_and_the_same_at_every_call() -> None:
     factors = {str(i): range(4) for i in range(8)}
     rows = covering_rows(factors, _anything)
     assert rows == covering_rows(factors, _anything)
-    assert 16 <= len(rows) <= 36  # 16 hold the pairs of two factors; all combinations are 65,536
+    # 16 rows are the least for the pairs of two factors; all combinations are 65,536.
+    assert 16 <= len(rows) <= 36
 
 
 def test_a_test_is_parametrized_by_fewer_rows_with_every_pair() -> None:

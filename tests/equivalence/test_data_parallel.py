@@ -28,9 +28,8 @@ from training import (
 
 _NUM_RANKS = 2
 
-# Groups that are never destroyed. The destructor of a gloo group holds the GIL while it joins a thread. That
-# thread may be waiting for the GIL, because the reductions of a backward refer to a Python object (torch
-# 2.13).
+# These groups are never destroyed. The destructor of a gloo group holds the GIL while it joins a thread. That
+# thread may wait for the GIL, because the reductions of a backward refer to a Python object (torch 2.13).
 _kept_groups: list[object] = []
 
 

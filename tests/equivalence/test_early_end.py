@@ -1,4 +1,4 @@
-"""A run that is stopped early returns the same model as a run that has only these minibatches."""
+"""Tests that a run that is stopped early returns the same model as a run that has only these minibatches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from training import State, Training, train_by_reference, train_in_pipeline
 
 
 class _Interrupted:
-    """Minibatches. Each of `ranks` gets a Ctrl-C when it reads minibatch number `minibatch`. torchrun sends a
-    Ctrl-C to all ranks."""
+    """Minibatches. Each rank of `ranks` gets a Ctrl-C when it reads minibatch number `minibatch`. torchrun
+    sends a Ctrl-C to all ranks.
+    """
 
     def __init__(self, training: Training, minibatch: int, ranks: tuple[int, ...]) -> None:
         self._batches = list(training.data())

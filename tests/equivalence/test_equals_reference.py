@@ -1,4 +1,4 @@
-"""run(schedule="pipedream") over separate processes and ZeroMQ gives the oracle's numbers."""
+"""Tests that run(schedule="pipedream") over separate processes and ZeroMQ gives the oracle's numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_an_optimizer_that_asks_for_names_gives_the_references_result(farm: Farm
     assert_equals_reference(farm, Training("cnn", 3, optimizer=weight_decay_by_name))
 
 
-# The first has no state; the second has a state that begins with the first gradient undamped.
+# The first has no state. The second has a momentum, which begins with the whole first gradient in spite of
+# the dampening.
 @pytest.mark.parametrize(
     "arguments",
     [{"lr": 0.05}, {"lr": 0.02, "momentum": 0.8, "dampening": 0.3, "maximize": True}],
@@ -61,7 +62,7 @@ def test_a_shuffling_loader_over_several_epochs_gives_the_references_result(
     result, _ = assert_equals_reference(farm, training)
     epochs = [result.losses[first : first + 4] for first in (0, 4, 8)]
     assert result.epoch_losses == pytest.approx([sum(losses) / 4 for losses in epochs])
-    assert sorted(epochs[0]) != sorted(epochs[1])  # it went on training
+    assert sorted(epochs[0]) != sorted(epochs[1])  # the epochs differ, so training went on
 
 
 def test_the_pipeline_does_not_drain_between_epochs_and_short_batches_count_by_their_samples(
@@ -81,7 +82,7 @@ def test_without_a_seed_the_run_goes_on_from_rank_0s_generators(farm: Farm, num_
     training = Training("dropout", num_stages, seed=None, shuffled=True, short_last=False)
     result, state = farm.results(train_in_pipeline, training, num_ranks=num_stages)[0]
     model = training.model()
-    torch.manual_seed(0)  # the farm's seed at rank 0; the other ranks have others
+    torch.manual_seed(0)  # the farm seeds rank 0 with 0, and the other ranks otherwise
     expected = reference.run(model, training.plan, **training.options())
     assert_close_losses(result.losses, expected.losses, 1e-9)
     assert_close_state(state, model.state_dict(), 1e-9)

@@ -1,5 +1,6 @@
-"""A run continues from the state of an earlier run. Both together give the numbers of one run, to the last
-bit."""
+"""Tests a run that continues from the state of an earlier run. Both together must give exactly the numbers of
+one run.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ _falling = functools.partial(
 def _train_in_parts(
     training: Training, epochs: Sequence[int], **options: Any
 ) -> tuple[list[float], list[Any], State, list[dict[str, Tensor]]]:
-    """Trains in several runs, each from the state of the one before. epochs: the number of epochs of each
-    run.
+    """Trains in several runs, each from the state of the run before. `epochs` has the number of epochs of
+    each run.
 
     Returns losses, versions, weights with buffers, and the tensors of this rank's part of the last state.
     """
@@ -116,7 +117,7 @@ class _StopAt(pipedream.callbacks.Callback):
 def _train_on_after_a_stop(training: Training) -> tuple[list[float], State, list[float], State]:
     """Trains twice: once with a stop and a second run on the rest of the data, and once in one run.
 
-    Returns losses and weights of both.
+    Returns losses and weights of each.
     """
     found: list[Any] = []
     data = list(training.data())
@@ -221,7 +222,7 @@ def test_what_topk_has_left_out_goes_on(
 
 
 class _Unsendable:
-    """Shuffled minibatches, which the caller of local workers iterates."""
+    """Shuffled minibatches that cannot be sent. So the caller of local workers iterates them."""
 
     def __init__(self, data: Iterable[Batch]) -> None:
         self._data = data
@@ -248,8 +249,7 @@ def test_local_workers_go_on_from_files(is_forwarded: bool, one_thread: None) ->
 def _go_on(how: dict[str, Any], change: float = 0.0) -> str:
     """Returns the error with which the second run is refused, or "" if it is not.
 
-    how: further arguments of the second run. change: a number that is added to the model between the two
-    runs.
+    `how` has further arguments of the second run. `change` is added to the model between the two runs.
     """
     training = Training("cnn", 2, num_minibatches=3)
     model, arguments = training.model(), training.options() | {"progress": False}

@@ -1,6 +1,6 @@
-"""A dropout mask depends only on its place in the model and on its microbatch. So every cut, number of
-replicas, schedule and recompute trains with the same masks. The random draws of optimizers and backwards
-depend on the stage.
+"""Tests that a dropout mask depends only on its place in the model and on its microbatch. So every cut,
+number of replicas, schedule and recompute trains with the same masks. The random draws of optimizers and
+backwards depend on the stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RELATIVE = 1e-9
 
 
 class _Block(nn.Module):
-    """A block as GPT-2's: dropout modules, one of them called twice, and dropout as a function."""
+    """Imitates a block of GPT-2: dropout modules, one of them called twice, and dropout as a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,9 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """GPT-2 with dropout in every place. checkpoints: whether its blocks use activation checkpointing."""
+    """Imitates GPT-2 with dropout in every place. `checkpoints` is whether its blocks use activation
+    checkpointing.
+    """
 
     def __init__(self, *, checkpoints: bool = False) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class Network(nn.Module):
 
 
 class _Coder(nn.Module):
-    """A part like one of BART. Its code drops whole layers at random, and applies dropout between layers."""
+    """Imitates a coder of BART. Its code drops whole layers at random, and applies dropout between layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class _Coder(nn.Module):
 
 
 class DrawingBetween(nn.Module):
-    """A model like BART with layer drop. The result of the first dropout is used again after the coder."""
+    """Imitates BART with layer drop. The result of the first dropout is used again after the coder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +133,7 @@ def _cut(cuts: tuple[str, ...] | None, plan: Plan, *, checkpoints: bool = False)
 def _train(
     cuts: tuple[str, ...] | None, plan: Plan, *, checkpoints: bool = False, **options: Any
 ) -> tuple[list[float], State]:
-    """cuts: where the model is cut. None trains a list of layers."""
+    """Trains the model cut at `cuts`. None trains a list of layers."""
     model, plan = _cut(cuts, plan, checkpoints=checkpoints)
     options = {"schedule": "flush", "microbatches": 2, "seed": 5, "progress": False} | options
     result = pipedream.run(model, plan, data=_data(), loss_fn=_noisy_loss, optimizer=_SGD, **options)
@@ -229,7 +231,7 @@ def test_what_code_between_modules_draws_is_the_same_wherever_it_is_cut(
     expected = _train_drawing_between(reference.run, cuts, plan, **options)
     assert_close_losses(losses, expected[0], _RELATIVE)
     assert_close_state(state, expected[1], _RELATIVE)
-    if max(stage.num_replicas for stage in plan.stages) == 1:  # which train on larger minibatches
+    if max(stage.num_replicas for stage in plan.stages) == 1:  # replicas would train on larger minibatches
         expected = _train_drawing_between(reference.run, ("words",), _TWO)
         assert_close_losses(losses, expected[0], _RELATIVE)
         assert_close_state(state, expected[1], _RELATIVE)

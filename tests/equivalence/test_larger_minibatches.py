@@ -1,4 +1,4 @@
-"""When a minibatch is larger than planned, the pipeline drains, plans its memory again and goes on.
+"""Tests that the pipeline drains when a minibatch is larger than planned, plans its memory again and goes on.
 
 Its numbers are those of a pipeline that planned for that size from the start and drained at the same place.
 """
@@ -135,7 +135,7 @@ def test_where_rounds_drain_the_numbers_are_those_of_plain_training(farm: Farm, 
 
 
 class _WithData(Training):
-    """A training of other data than its own."""
+    """A training on given data."""
 
     def __init__(self, *arguments: Any, given: Iterable[Batch], **how: Any) -> None:
         super().__init__(*arguments, **how)
@@ -166,7 +166,8 @@ def test_optimizers_keep_their_state_and_rates_their_schedule(
     training = Training(
         "transformer", 2, optimizer=OPTIMIZERS[optimizer], epochs=3, lr_scheduler=_halving, max_grad_norm=1.0
     )
-    # A larger minibatch comes within epoch 0 and at the beginning of epoch 1. Epoch 2 has none.
+    # A larger minibatch comes in the middle of epoch 0, and another one at the beginning of epoch 1. Epoch 2
+    # has none.
     epochs = [3, 3, 4, 3], [5, 5], [4, 5, 3]
     _assert_equals_reference(farm, training, *epochs, drained_at=[2, 4], native=native if is_native else None)
 
@@ -322,8 +323,9 @@ def _larger(case: Case) -> list[Batch]:
 
 
 class _OneMemory:
-    """Yields all minibatches of a size in the same memory, so each overwrites the previous one of its
-    size."""
+    """Yields all minibatches of one size in the same memory. So each overwrites the previous one of its
+    size.
+    """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
@@ -369,7 +371,7 @@ def test_what_the_caller_forwards_is_planned_for(
 
 
 class _Tokens:
-    """Dicts of tokens, (size, length) each."""
+    """Dicts of tokens of shape (size, length)."""
 
     def __init__(self, *shapes: tuple[int, int]) -> None:
         self._shapes = shapes
@@ -411,7 +413,8 @@ class _Lengths:
 def test_fewer_and_longer_texts_are_planned_for_where_they_have_more_tokens(farm: Farm) -> None:
     training = Training("transformer", 2, schedule="flush")
     result, state = farm.results(train_in_pipeline, training, num_ranks=2, data=_Lengths())[0]
-    # Memory is planned for (4, 3), then for (4, 5), although (2, 5) has fewer tokens, then for (4, 12).
+    # Memory is planned for (4, 3), then for (4, 5), then for (4, 12). (2, 5) is planned for as (4, 5),
+    # although it has fewer tokens.
     assert result.drained_at == [1, 3]
     expected, expected_state = _train_by_reference(training, _Lengths(), [1, 3])
     assert_same_numbers(result.losses, state, expected.losses, expected_state, 1e-9)
@@ -470,8 +473,8 @@ def _train_with_two_kinds(*shapes: tuple[int, int]) -> RunResult:
 
 
 def test_one_kind_too_many_is_planned_for_as_large_as_the_one_that_is_smallest_with_it(farm: Farm) -> None:
-    # The plan has two kinds of shapes, (2, 128) and (16, 16), and may not have a third. So (6, 64) is planned
-    # for together with (2, 128), and then (17, 2) together with (16, 16).
+    # The plan has two kinds of shapes, (2, 128) and (16, 16), and may not have a third. So (6, 64) is merged
+    # into the kind of (2, 128), and later (17, 2) into that of (16, 16).
     shapes = [_WIDE, (6, 64), (6, 128), (17, 2), (17, 16)]
     result = farm.results(_train_with_two_kinds, *shapes, num_ranks=2)[0]
     assert result.drained_at == [1, 3]
@@ -513,7 +516,7 @@ def test_few_long_and_many_short_texts_take_the_memory_of_the_larger(farm: Farm,
 
 
 def _deep() -> nn.Sequential:
-    """Narrow at the cut, and wide inside the stages."""
+    """Returns a model that is narrow at the cut, and wide inside the stages."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         pairs = [(64, 256), (256, 64)] * 4
@@ -548,7 +551,7 @@ def _run_rows(model: nn.Sequential, *counts: int, num_stages: int = 2, **options
 
 
 def _counted_bytes(result: RunResult) -> list[int]:
-    """Each worker's predicted bytes, summed over the terms of `memory`."""
+    """Returns each worker's predicted bytes, summed over the terms of `memory`."""
     return [sum(figures["predicted"] or 0 for figures in terms.values()) for terms in result.memory]
 
 
@@ -565,8 +568,7 @@ def test_one_that_does_not_fit_is_refused_by_its_shapes_and_every_term(farm: Far
 
 
 def test_one_worker_with_a_limit_plans_again_and_refuses_too(farm: Farm) -> None:
-    # A single worker has no cuts. It must check sizes nevertheless, to keep to the limit for a larger
-    # minibatch.
+    # A single worker has no cuts. It must still check sizes, to keep to the limit with a larger minibatch.
     large = farm.results(_train_rows, 512, 2048, 512, num_ranks=1, num_stages=1, memory="1GiB")[0]
     assert large.drained_at == [1]
     assert_memory_as_predicted(large)
@@ -592,8 +594,9 @@ def test_recompute_is_chosen_again(farm: Farm) -> None:
 
 
 def _count_pools() -> list[tuple[int, int]]:
-    """Trains. Returns the numbers of (loops, slots of weight versions) that are alive in this process at each
-    forward."""
+    """Trains. Returns how many loops and how many slots of weight versions are alive in this process, at each
+    forward.
+    """
     loops: list[weakref.ref[Any]] = []
     slots: list[weakref.ref[Any]] = []
     make_loop, make_versions = stage_loop.WorkerLoop.__init__, weights.WeightVersions.__init__
@@ -614,7 +617,7 @@ def _count_pools() -> list[tuple[int, int]]:
     for layer in (model[0], model[-1]):
         layer.register_forward_hook(count)
     gc.collect()
-    gc.disable()  # memory of the size of a GPU must not wait for it
+    gc.disable()  # the pool must be freed at once, not when garbage is collected
     try:
         with (
             mock.patch.object(stage_loop.WorkerLoop, "__init__", note_loop),
@@ -627,9 +630,10 @@ def _count_pools() -> list[tuple[int, int]]:
 
 
 def test_the_pool_of_one_plan_is_gone_before_the_next_is_made(farm: Farm) -> None:
-    farm.results(_count_pools, num_ranks=2)  # modules that torch imports in the first run keep its frames
+    # Modules that torch imports in the first run would keep its frames.
+    farm.results(_count_pools, num_ranks=2)
     for rank, counts in enumerate(farm.results(_count_pools, num_ranks=2)):
-        # A rehearsal has no loop. The training has one, with as many slots as versions.
+        # The rehearsal has no loop. The training has one loop, and as many slots as versions.
         assert set(counts) == {(0, 0), (1, 2 - rank)}
 
 

@@ -1,5 +1,5 @@
-"""A run has the same numbers if its losses are read late and a device times its items. A stand-in plays the
-device.
+"""Tests that a run has the same numbers if its losses are read late and a device times its items. A stand-in
+plays the device.
 
 On the host, the work is done when a call returns. The stand-in reports the end only later, as a GPU would.
 """
@@ -31,7 +31,7 @@ class _Copier:
 
 
 class _Event:
-    """Counts as passed when it is asked for the third time."""
+    """An event that counts as passed when it is asked for the third time."""
 
     def record(self) -> None:
         self._passed_ns, self._num_queries = time.monotonic_ns(), 0
@@ -99,9 +99,10 @@ def _until_infinite(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 
 def _train_to_a_stop(schedule: str) -> tuple[list[float], list[float], bool]:
-    """Trains until a loss is infinite. Returns (losses so far, weights, whether all weights are finite).
+    """Trains until a loss is infinite. Returns the losses so far, the weights, and whether all weights are
+    finite.
 
-    By then, the schedule has made the updates of some earlier minibatches.
+    By then the schedule has made the updates of some earlier minibatches.
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""profile_links() between ranks, as torchrun starts them."""
+"""Tests profile_links() between ranks, as torchrun starts them."""
 
 from __future__ import annotations
 

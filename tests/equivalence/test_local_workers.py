@@ -1,4 +1,4 @@
-"""A plain call of run() starts its workers itself, and gives what the ranks of torchrun give."""
+"""Tests that a plain call of run() starts its workers itself, and gives what the ranks of torchrun give."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _children() -> set[int]:
 
 def test_local_workers_train_the_callers_model_in_place() -> None:
     training = Training("cnn", 3, epochs=2, short_last=False, shuffled=True)
-    start_server()  # which stays, for the next run
+    start_server()  # the fork server stays for the next run
     before, state_before = _children(), torch.get_rng_state()
     result, state = train_in_pipeline(training, transport="tcp")
     expected, expected_state = train_by_reference(training)
@@ -56,7 +56,7 @@ def test_local_workers_train_the_callers_model_in_place() -> None:
 
 
 class _Stream:
-    """Gives each minibatch only once, although it is no iterator."""
+    """Data that give each minibatch only once, although they are no iterator."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -86,8 +86,8 @@ def test_a_stream_of_unknown_length_is_iterated_by_the_caller_and_forwarded_whol
 
 
 def test_a_generator_is_cut_into_microbatches_for_workers_of_several_stages() -> None:
-    # The first worker has stages 0 and 2, the second has stages 1 and 3. 6 samples in 4 microbatches leave
-    # one microbatch empty.
+    # The first worker has stages 0 and 2, and the second has stages 1 and 3. 6 samples in 4 microbatches
+    # leave one microbatch empty.
     training = Training("cnn", 4, num_minibatches=5, short_last=False, schedule="interleaved", microbatches=4)
     result, state = train_in_pipeline(training, data=iter(training.data()), recompute=[1])
     expected, expected_state = train_by_reference(training)
@@ -119,7 +119,7 @@ def test_forwarded_targets_need_no_samples_and_no_tensors() -> None:
 
 
 class Reusing:
-    """Fills the same memory for every minibatch, and cannot be sent."""
+    """Data that fill the same memory for every minibatch, and cannot be sent."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
@@ -154,7 +154,7 @@ def test_forwarded_data_draw_the_random_numbers_that_a_workers_own_would() -> No
     held = [lambda: None]  # a list with a lambda cannot be sent
     result, state = train_in_pipeline(training, data=Noise(training.data(), held), gather="none")
     assert_close_losses(result.losses, expected.losses, 1e-9)
-    # With gather="none" nothing comes back into the caller's model.
+    # With gather="none" the caller's model does not change.
     assert_equal_state(state, training.model().state_dict())
     # A run without a seed draws one number from torch's generator, so that the next run differs. It changes
     # no other generator.
@@ -166,7 +166,7 @@ def test_forwarded_data_draw_the_random_numbers_that_a_workers_own_would() -> No
 
 
 class Collecting(nn.Module):
-    """Looks up its class in a registry of transformers. In that library, a model's constructor makes the
+    """Looks up its class in a registry of transformers. In that library the constructor of a model makes the
     entry.
     """
 
@@ -179,7 +179,7 @@ class Collecting(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.maker != os.getpid():  # stands for a worker that has imported the library
+        if self.maker != os.getpid():  # a worker would have imported the library
             library = types.SimpleNamespace(_CAN_RECORD_REGISTRY={})
             sys.modules["transformers.utils.output_capturing"] = library  # type: ignore[assignment]
 
@@ -254,7 +254,7 @@ class Noise:
 
 
 class _Residual(nn.Module):
-    """A module that is cut by its forward. For the cut, run() looks at minibatch 0."""
+    """A module that is cut along its forward. For the cut, run() looks at minibatch 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,8 +266,8 @@ class _Residual(nn.Module):
 
 
 def test_a_loaders_own_generator_goes_on_from_run_to_run_as_in_a_plain_loop() -> None:
-    """Workers iterate a copy of the loader. If the loader's generator did not go on, each run of one epoch
-    would have the minibatches of the first run.
+    """Workers iterate a copy of the loader. The loader's own generator must go on too. Otherwise each run of
+    one epoch would have the minibatches of the first run.
     """
     inputs, targets = torch.randn(12, 3), torch.randn(12, 3)
 
@@ -303,8 +303,7 @@ def test_a_loaders_own_generator_goes_on_from_run_to_run_as_in_a_plain_loop() ->
 
 
 class _FailingAfterwards(torch.utils.data.SequentialSampler):
-    """A sampler that raises an error in a worker, but only after the training: the worker then reads
-    `generator`."""
+    """A sampler that fails in a worker, but only after the training, when the worker reads `generator`."""
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
@@ -317,7 +316,7 @@ class _FailingAfterwards(torch.utils.data.SequentialSampler):
 
 
 def test_a_run_that_fails_when_all_is_trained_leaves_the_weights_in_the_model(tmp_path: Path) -> None:
-    """In the last of the runs, the weights cannot be saved either. No file may stay half written."""
+    """In the last run the weights cannot be saved either. No file may stay half written."""
     (tmp_path / "model-00002-of-00002.safetensors.part").symlink_to("/dev/full")
     inputs, targets = torch.randn(16, 4), torch.randn(16, 2)
     dataset = TensorDataset(inputs, targets)

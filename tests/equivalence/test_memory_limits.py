@@ -94,7 +94,7 @@ def _train_wide(optimizer: str) -> RunResult:
     return pipedream.run(model, Plan.straight(2, 2), progress=False, **arguments)
 
 
-# Adam has two temporaries: the denominator, and the square root from which the denominator is made.
+# Adam makes two temporary tensors: a square root, and the denominator that is made from it.
 @pytest.mark.parametrize(
     ("optimizer", "num_temporaries"), [("sgd", 0), ("adam", 2), ("native adamw", 0)], ids=str
 )
@@ -113,7 +113,7 @@ def test_what_an_update_makes_and_drops_is_within_the_largest_transient(
 def test_a_round_of_several_minibatches_stays_within_its_prediction(
     farm: Farm, replicas: tuple[int, ...]
 ) -> None:
-    """Gradients of the round's later minibatches are added to those of the first."""
+    """A round has several minibatches here, and the later gradients are added to the first one's."""
     stages = zip(Plan.straight(16, 2).stages, replicas, strict=True)
     plan = Plan(tuple(replace(stage, num_replicas=count) for stage, count in stages))
     for result in farm.results(_train_plan, plan, num_ranks=sum(replicas), schedule="flush"):
@@ -139,7 +139,7 @@ def _train_plan(plan: Plan, **options: Any) -> RunResult:
     return pipedream.run(_model(), plan, progress=False, **(arguments | options))
 
 
-# The cuts are given. The best cuts by measured times would differ from run to run.
+# The cuts are given, because the best cuts by measured times would differ from run to run.
 @pytest.mark.parametrize(
     ("replicas", "boundaries"),
     [((1, 1), (7,)), ((1, 1, 1), (4, 9)), ((2, 1), (8,)), ((1, 2), (8,)), ((3, 1), (9,))],
@@ -169,12 +169,12 @@ def test_a_plan_made_within_memory_runs_within_the_same(
 
 
 def test_a_worker_that_needs_more_recomputes_and_keeps_the_limit_and_the_numbers(farm: Farm) -> None:
-    # With two stages the cut is narrow, so a recompute does not have to keep wide outputs until they are
-    # sent.
+    # The two stages have a narrow cut. A recompute keeps outputs until they are sent, so a wide cut would
+    # save nothing.
     free = farm.results(_train, 2, 2, num_ranks=2)[0]
     needed = _needed_bytes(free)
     limit = needed[0] - 1
-    assert needed[1] <= limit  # the last stage has one minibatch in flight, and fits
+    assert needed[1] <= limit  # the last stage has one minibatch in flight, so it fits
     limited = farm.results(_train, 2, 2, num_ranks=2, memory=limit)[0]
     assert limited.recompute == [True, False]
     assert limited.losses == free.losses
@@ -187,8 +187,7 @@ def test_a_worker_that_does_not_fit_is_named_with_its_terms_and_the_excess(farm:
         assert isinstance(outcome.error, ValueError), outcome
         said = str(outcome.error)
         assert "\n" not in said
-        # Any stage may be the first to report this. The constant memory of the channels alone is more than 1
-        # MiB.
+        # Any stage may be the first to report this. The channels alone need more than 1 MiB.
         assert re.match(
             r"memory is 1\.00 MiB, but stage \d \(rank \d\) needs [\d.]+ MiB, [\d.]+ MiB more", said
         )
@@ -206,8 +205,8 @@ def test_a_given_recompute_is_not_changed_to_fit(farm: Farm) -> None:
 
 def _train_with_a_compiled_stage() -> RunResult:
     model = _model()
-    for layer in model[8:]:  # stage 1 of 2
-        layer._compiled_call_impl = layer._call_impl  # what Module.compile() sets
+    for layer in model[8:]:  # the layers of stage 1
+        layer._compiled_call_impl = layer._call_impl  # Module.compile() sets this attribute
     arguments: dict[str, Any] = {"data": _data(4), "loss_fn": F.mse_loss, "optimizer": _OPTIMIZERS["adam"]}
     return pipedream.run(model, Plan.straight(16, 2), progress=False, **arguments)
 

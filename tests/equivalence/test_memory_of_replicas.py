@@ -1,4 +1,4 @@
-"""No worker exceeds its predicted memory, in random small models on replicated plans.
+"""Tests that no worker exceeds its predicted memory, in random small models on replicated plans.
 
 Gradients that share a chunk are sent from copies, which the prediction includes.
 """
@@ -23,7 +23,7 @@ _NUM_MINIBATCHES = 13
 
 
 class _OfWholeTensors(torch.optim.SGD):
-    """A subclass may look at whole tensors, so its shards are whole tensors."""
+    """A subclass of SGD. Its step() might read whole tensors, so its shards are whole tensors."""
 
 
 class _Job:
@@ -51,7 +51,7 @@ class _Job:
         self.batch_size = draw.choice((4, 8, 64))
 
     def _layers(self, draw: random.Random, count: int) -> list[nn.Module]:
-        """Returns layers of random kinds and sizes. Each has parameters."""
+        """Returns layers of random kinds and sizes. All have parameters."""
         layers: list[nn.Module] = []
         for _ in range(count):
             inside = draw.choice((1, 7, 33, 200))

@@ -1,5 +1,6 @@
-"""run() trains models on the meta device. Each worker makes the weights of its own stages, and the run has
-the numbers of a plain loop over the whole model."""
+"""Tests run() with models on the meta device. Each worker makes the weights of its own stages. The run has
+the numbers of a plain loop over the whole model.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +75,9 @@ def _read(name: str, folder: Path) -> State:
 def test_stages_that_make_their_own_weights_train_as_the_whole_model_does(
     farm: Farm, name: str, num_stages: int, tmp_path: Path
 ) -> None:
-    """One model has batch norm and skips. The other has weights tied across stages, and a buffer that is not
-    in its state_dict."""
+    """One model has batch norm and skips. Another has weights tied across stages, and a buffer that is not in
+    its state_dict.
+    """
     outcomes = farm.results(_train, name, _plan(name, num_stages), num_ranks=num_stages, save=tmp_path)
     losses, state = _train_plainly(name)
     assert_close_losses(outcomes[0][0].losses, losses, _RELATIVE)
@@ -147,7 +149,7 @@ def _train_replicated(plan: Plan, **options: Any) -> None:
 
 
 def _train_gathered(plan: Plan) -> State:
-    """The same from an ordinary model."""
+    """Trains an ordinary model, whose weights are the same, and returns its state."""
     twin, model = TWINS["residual"], _model("residual")
     pipedream.materialise(model, seed=1)
     pipedream.run(

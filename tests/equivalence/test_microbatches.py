@@ -1,6 +1,6 @@
-"""A run gives the oracle's numbers with any number of microbatches, with replicas or without.
+"""Tests that a run gives the oracle's numbers with any number of microbatches, with replicas or without.
 
-Microbatches are the units that are in flight.
+The unit in flight is the microbatch.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def test_a_replicated_plan_gives_the_references_result(
 
 
 class _Given:
-    """Minibatches in microbatches of their own sizes. They are in no list, so run() cannot look at all of
-    them before the training.
+    """Minibatches that come as microbatches of different sizes. They are in no list, so run() cannot look at
+    all of them before the training.
     """
 
     def __init__(self, training: Training, *minibatches: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ def test_given_microbatches_accumulate_gradients_as_a_plain_loop_does(farm: Farm
     training = Training("lstm", 2, schedule="flush", microbatches=3)
     data = [*_Given(training, *_SIZES)]
     result, state = farm.results(train_in_pipeline, training, num_ranks=2, data=data)[0]
-    assert result.drained_at == []  # a list's largest is known
+    assert result.drained_at == []  # the largest minibatch of a list is known beforehand
     losses, expected = _accumulate(training, data)
     assert_close_losses(result.losses, losses, 1e-9)
     assert_close_state(state, expected, 1e-9)
@@ -138,7 +138,7 @@ def _accumulate(training: Training, data: Iterable[Microbatches]) -> tuple[list[
 
 @dataclass(frozen=True)
 class _Cumulative(Training):
-    """Its batch norms average all batches alike."""
+    """A training whose batch norms average over all minibatches alike."""
 
     def model(self) -> nn.Sequential:
         model = super().model()

@@ -1,5 +1,6 @@
-"""Offloading weight versions and activations changes no number. The device then holds no more than offloading
-promises."""
+"""Tests that offloading weight versions and activations changes no number. The device then holds no more than
+offloading promises.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ from training import (
 
 @contextmanager
 def _offloading(words: str, small_bytes: int = 0) -> Iterator[None]:
-    """Sets PIPEDREAM_OFFLOAD and the size below which tensors stay on the device, in this rank."""
+    """Sets PIPEDREAM_OFFLOAD at this rank, and the size below which tensors stay on the device."""
     before = offload.SMALL_BYTES
     os.environ["PIPEDREAM_OFFLOAD"] = words
     offload.SMALL_BYTES = small_bytes
@@ -84,8 +85,8 @@ def _assert_equals_reference(
 
 _BOTH, _NOTHING = ["versions", "activations"], list[str]()
 
-# For each schedule: the number of microbatches; the stages, of 4, at which several microbatches are in
-# flight; the stages that keep more than three versions.
+# For each schedule: the number of microbatches, the stages (of 4) with several microbatches in flight, and
+# the stages that keep more than three versions.
 _SCHEDULES: dict[str, tuple[int, set[int], set[int]]] = {
     "pipedream": (1, {0, 1, 2}, {0}),
     "vertical_sync": (1, {0, 1, 2}, {0, 1, 2, 3}),
@@ -96,7 +97,7 @@ _SCHEDULES: dict[str, tuple[int, set[int], set[int]]] = {
     "interleaved": (4, {0, 1, 2}, set()),
 }
 # For each model: the stages whose graphs save tensors that can be offloaded, and the stages whose weights can
-# be. An embedding saves only its input, and an in-place ReLU only the tensor that it received; these are not
+# be. An embedding saves only its input, and an in-place ReLU only the tensor that it received. These are not
 # offloaded, and neither is a tied weight.
 _CASES: dict[str, tuple[set[int], set[int]]] = {
     "cnn": ({0, 2, 3}, {0, 2, 3}),
@@ -106,7 +107,7 @@ _CASES: dict[str, tuple[set[int], set[int]]] = {
 }
 
 
-# Each schedule is tested with two models, and each model with three or four schedules.
+# Each schedule is tested with two models only, and each model with three or four schedules.
 _PAIRS = [
     (list(_CASES)[(i + shift) % len(_CASES)], schedule)
     for i, schedule in enumerate(_SCHEDULES)
@@ -164,7 +165,7 @@ def test_versions_that_are_away_for_long_come_back(
 
 
 def _planned(worker: dict[str, dict[str, int | None]], term: str) -> int:
-    """The sum over the worker's stages."""
+    """Returns the predicted bytes of a term, summed over the worker's stages."""
     return sum(figures["predicted"] or 0 for name, figures in worker.items() if name.startswith(f"{term} of"))
 
 
@@ -245,7 +246,7 @@ def test_a_skipped_update_sends_the_same_weights_home_as_another_version(farm: F
 
 
 def _huge_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A loss whose gradient overflows float16 at the first loss scales, and no longer at later ones."""
+    """A loss whose gradient overflows float16 at the first loss scales, and not at later ones."""
     return 16.0 * nn.functional.mse_loss(outputs.float(), targets)
 
 
@@ -308,8 +309,8 @@ def test_the_device_keeps_two_microbatches_and_no_more_than_is_predicted(
     here, there = offloaded.memory[0], plain.memory[0]
     for term in (STASH, TRANSIENT):
         assert here[term]["peak"] <= here[term]["predicted"], term
-    # Six microbatches are in flight. The device has the activations of the microbatch whose backward is next,
-    # of one microbatch that is being moved, and outputs that wait to be sent.
+    # Six microbatches are in flight. The device holds the activations of the one whose backward is next and
+    # of one that is being moved, and outputs that wait to be sent.
     sums = [sum(memory[term]["peak"] for term in (STASH, TRANSIENT)) for memory in (here, there)]
     assert 0 < sums[0] < 0.6 * sums[1]
     assert _planned(here, OFFLOADED_ACTIVATIONS) > 0
@@ -339,8 +340,8 @@ def _train_and_watch_outputs(training: Training) -> list[int]:
 def test_an_output_is_kept_for_its_send_only(farm: Farm) -> None:
     training = Training("mlp", 2, in_flight=(4, 1), num_minibatches=6, short_last=False)
     first, _ = farm.results(_train_and_watch_outputs, training, num_ranks=2)
-    # The first microbatch's backward is the stage's next backward, so its tensors stay on the device: its
-    # output has six samples of 16 numbers. Every later output has been reduced to one element.
+    # The first microbatch's backward is the stage's next one, so its tensors stay on the device. Its output
+    # has six samples of 16 numbers. The other outputs have been reduced to one element.
     assert first == [6 * 16 * 8] + [8] * 5
 
 

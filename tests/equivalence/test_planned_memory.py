@@ -26,10 +26,11 @@ _MORE_MAX = 1.12
 
 
 class _OfWholeTensors(torch.optim.SGD):
-    """A subclass may look at whole tensors, so its shards are whole tensors."""
+    """A subclass of SGD. Its step() might read whole tensors, so its shards are whole tensors."""
 
 
-# By name: the optimizer, the copies of the weights in its state, and whether its shards are whole tensors.
+# For each name: the optimizer, the copies of the weights in its state, and whether its shards are whole
+# tensors.
 _OPTIMIZERS: dict[str, tuple[Any, float, bool]] = {
     "sgd": (functools.partial(torch.optim.SGD, lr=1e-4), 0.0, False),
     "momentum": (functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9), 1.0, False),
@@ -145,9 +146,10 @@ def train_drawn(kind: str, number: int, plan: Plan) -> RunResult:
 
 
 def _temporaries_bytes(job: _Job) -> int:
-    """Returns the bytes that a plan counts for a native optimizer and that the run does not need: temporaries
-    of a step of the largest layer. A plan counts two steps for asynchronous shards. Returns 0 for other
-    optimizers."""
+    """Returns the bytes of temporaries that a plan counts for a native optimizer but the run does not need.
+    They are for a step of the largest layer; for asynchronous shards a plan counts two steps. Returns 0 for
+    other optimizers.
+    """
     _, copies, _ = _OPTIMIZERS[job.optimizer]
     num_steps = 2 if job.sync["sync"] == "asp" else 1
     return num_steps * int(copies) * job.largest_bytes if "native" in job.optimizer else 0

@@ -1,7 +1,7 @@
-"""With PIPEDREAM_POISON=1, memory that nobody may read is filled with NaN. Correct runs give the same
+"""Tests PIPEDREAM_POISON=1, which fills memory that nobody may read with NaN. Correct runs give the same
 numbers, and a use of released memory makes the loss NaN.
 
-The tests put each bug below into the ranks. Without the poison, some of the bugs are not noticed.
+The tests put each bug below into the ranks. Without the poison some of the bugs are not noticed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def test_a_right_run_gives_the_same_numbers(farm: Farm, case_name: str, schedule
 
 
 def _update_from_the_released_version(patch: pytest.MonkeyPatch) -> None:
-    """Lets the update start from the version that its backward has just released, not from the newest."""
+    """Makes the update start from the version that its backward has just released, and not from the
+    newest.
+    """
     apply = StageGradients.apply
 
     def wrong(self: StageGradients, read_slot: int, write_slot: int, scale: float, run: RunStep) -> None:
@@ -69,7 +71,7 @@ def _update_from_the_released_version(patch: pytest.MonkeyPatch) -> None:
 
 
 def _read_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
-    """Lets the forward bind the slot after the right one."""
+    """Makes the forward bind the slot after the right one."""
     bind = StageWeights.bind
 
     def wrong(self: StageWeights, own_slot: int, tied_slot: int) -> None:
@@ -94,7 +96,7 @@ def _use_activations_after_their_release(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StageRunner, "forward", wrong)
 
 
-# Each bug, and the error that a run without poison gives after the training; None: no error.
+# For each bug: the error that a run without poison gives after the training, or None.
 _BUGS = [
     (_update_from_the_released_version, None),
     (_read_before_it_is_written, "went to a weight version that its backward did not read"),

@@ -1,5 +1,5 @@
-"""Pulled versions are received directly into their slots while nobody reads these slots. They need no other
-memory.
+"""Tests that pulled versions are received directly into their slots while nobody reads these slots. They need
+no other memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _train_late(
 ) -> tuple[RunResult, State]:
     """Trains while every rank is late at random before and after each forward, backward, push and update.
 
-    So a rank is also late before it waits for gradients and versions. poison: whether slots that nobody may
-    read are filled with NaN. If so, the next version is received only from the update on.
+    So a rank is also late before it waits for gradients and versions. With `poison`, slots that nobody may
+    read are filled with NaN. The next version is then received only from the update on.
     """
     rank = int(os.environ.get("RANK", "0"))
     draws = random.Random(late_seed * 100 + rank)
@@ -87,8 +87,8 @@ def test_no_forward_mixes_versions_however_late_one_is(
 
 @pytest.mark.parametrize("case_name", ["mlp", "tied_apart"])
 def test_a_replica_may_read_versions_many_rounds_late(farm: Farm, case_name: str) -> None:
-    # A stage with replicas keeps several versions, so several pulled versions may wait for it. A channel
-    # with only as many places as its own stage has minibatches in flight would become full.
+    # A stage with replicas keeps several versions, so several pulled versions may wait for a replica. A
+    # channel with places only for its own stage's minibatches in flight would become full.
     training = _training(
         case_name, (1, 2), num_minibatches=31, short_last=False, schedule="vertical_sync", in_flight=(12, 1)
     )
@@ -150,8 +150,9 @@ def test_a_version_that_lands_elsewhere_is_caught_under_poison(farm: Farm) -> No
 
 
 def _num_crossings(num_replicas: int, num_chunks: int, num_rounds: int) -> int:
-    """Trains a weight that has num_chunks chunks for each owner. Returns how many calls of the core this
-    replica made."""
+    """Trains a weight that has num_chunks chunks for each owner. Returns the number of this replica's calls
+    of the core.
+    """
     count = 0
 
     def counted(method: Any) -> Any:
@@ -167,7 +168,8 @@ def _num_crossings(num_replicas: int, num_chunks: int, num_rounds: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         for owner in (_core.Worker, _core.ShardExchange):
             for name, method in vars(owner).items():
-                if callable(method) and not name.startswith("_") and name != "pulse":  # a timer calls pulse
+                # Pulse is left out, because a timer calls it.
+                if callable(method) and not name.startswith("_") and name != "pulse":
                     patch.setattr(owner, name, counted(method))
         pipedream.run(
             model,
@@ -192,7 +194,7 @@ def _crossings_per_round(farm: Farm, num_replicas: int, num_chunks: int) -> floa
 def test_calls_of_the_core_grow_with_the_own_chunks_and_not_with_the_replicas(farm: Farm) -> None:
     with_two = _crossings_per_round(farm, 2, 1)
     assert _crossings_per_round(farm, 4, 1) == with_two
-    # With two more chunks of its own, a replica makes four more calls: for each chunk one for the mean, and
-    # one for the version.
+    # With two more chunks of its own, a replica makes four more calls: two for each chunk, for its mean and
+    # its version.
     assert _crossings_per_round(farm, 2, 3) == with_two + 2 * 2
     assert with_two < 25

@@ -1,4 +1,6 @@
-"""A program that a user has written trains with the oracle's numbers, whatever its order and versions."""
+"""Tests that a program that a user has written trains with the oracle's numbers, whatever its order and
+versions.
+"""
 
 from __future__ import annotations
 
@@ -164,8 +166,9 @@ def _rounds_of(program: Program) -> list[int]:
 
 
 class _Growing:
-    """Minibatches of which the fifth and the last are twice as large. They are not a list, so run() cannot
-    look at them before the training."""
+    """Minibatches, of which the fifth and the last are twice as large. They are not a list, so run() cannot
+    look at them before the training.
+    """
 
     def __iter__(self) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(0)

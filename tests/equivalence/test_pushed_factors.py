@@ -1,5 +1,6 @@
-"""If gradients are pushed as factors, a run has the oracle's numbers, equal replicas, and sends fewer
-bytes."""
+"""Tests that a run whose gradients are pushed as factors has the oracle's numbers and equal replicas, and
+sends fewer bytes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from training import (
 
 _FACTORS = {"pushes": "factors"}
 _BATCH, _TOKENS = 6, 30
-# (outputs, inputs) of the weights that are factored with 2 replicas, and how often a minibatch uses them.
+# For each weight that is factored with 2 replicas: outputs, inputs, and how often a minibatch uses it.
 _FACTORED = {
     "connected": {"3.weight": (128, 256, 1), "5.weight": (64, 128, 1)},
     "words": {"1.layer.weight": (128, 128, 2), "2.weight": (192, 128, 1)},
@@ -37,8 +38,8 @@ def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training
     return Training(case_name, len(replicas), replicas=replicas, **how)
 
 
-# By default there are 7 minibatches. The last has half the samples, and with 2 or 3 replicas it is the only
-# one in its round.
+# There are 7 minibatches by default. The last one has half the samples. With 2 or 3 replicas it is alone in
+# its round.
 @pytest.mark.parametrize(
     ("case_name", "replicas", "how"),
     [

@@ -1,4 +1,6 @@
-"""Runs with models, data and optimizers that do unusual things equal a plain loop, or are refused."""
+"""Tests that runs with models, data and optimizers that do unusual things equal a plain loop, or are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ _OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def _run(make_model: Callable[[], nn.Sequential], num_stages: int, **options: Any) -> tuple[Any, ...]:
-    """Trains at this rank. Returns the losses, and the state of the model afterwards. options: arguments of
-    run()."""
+    """Trains at this rank. Returns the losses, and the state of the model afterwards. `options` are arguments
+    of run().
+    """
     model = make_model()
     arguments = {"data": _data(), "loss_fn": nn.functional.mse_loss, "optimizer": _OPTIMIZER, "seed": 1}
     arguments |= {"plan": Plan.straight(len(model), num_stages), "progress": False} | options
@@ -76,7 +79,7 @@ def _assert_equals_reference(
 
 
 class _CountsInABuffer(nn.Module):
-    """Passes on a buffer that its next forward changes in place."""
+    """Returns a buffer, which its next forward changes in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class _CountsInABuffer(nn.Module):
 
 
 class _MakesItsBuffer(_CountsInABuffer):
-    """Replaces the buffer in its first forward, then changes the new one in place."""
+    """Replaces the buffer in its first forward, and then changes the new one in place."""
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.count.numel() != 128:
@@ -97,7 +100,7 @@ class _MakesItsBuffer(_CountsInABuffer):
 
 
 class _CountsInAWorkspace(nn.Module):
-    """Passes on a tensor in an attribute, which its next forward overwrites."""
+    """Returns a tensor of an attribute, which its next forward overwrites."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,16 +178,16 @@ def test_a_recompute_of_spectral_norms_reads_what_the_forward_read(
     _assert_equals_reference(farm, make_model, num_workers, plan=plan, **options)
 
 
-# A gradient that waits to be sent must not lie in memory to which the next backward adds.
+# ---- A gradient that waits to be sent must not share memory with one to which the next backward adds ----
 
 _DEADLINE_S = 60.0
-# The number of forwards, and of backwards, that a stage has before it trains on microbatches. Layers count
-# them in lists, because a rehearsal does not put lists back.
+# This is the number of forwards, and of backwards, that a stage has before it trains on microbatches. Layers
+# count them in lists, because a rehearsal does not restore lists.
 _NUM_REHEARSED = 2
 
 
 class _Waits(torch.autograd.Function):
-    """Passes a value on; its backward waits for the layer's gate."""
+    """Returns its input. Its backward waits for the layer's gate."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, layer: _WaitsInItsBackward) -> Tensor:
@@ -198,7 +201,7 @@ class _Waits(torch.autograd.Function):
 
 
 class _WaitsInItsBackward(nn.Module):
-    """Waits for the gate in backwards of the training at rank 1, but not in the rehearsal or in the
+    """Waits for the gate in its backwards of the training at rank 1, but not in the rehearsal or in the
     oracle.
     """
 
@@ -223,10 +226,10 @@ class _WaitsInItsBackward(nn.Module):
 
 
 class _AddsPositions(nn.Module):
-    """Adds a parameter. With one sample, autograd gives input and parameter the same gradient, in the same
-    memory.
+    """Adds a parameter. With one sample, autograd gives the input and the parameter the same gradient, in the
+    same memory.
 
-    Makes the gate in its sixth forward of the training at rank 2.
+    Makes the gate's file in its sixth forward of the training at rank 2.
     """
 
     def __init__(self, gate: str) -> None:
@@ -251,8 +254,8 @@ def test_a_gradient_that_waits_to_be_sent_is_not_the_memory_of_a_parameters(
 ) -> None:
     # Minibatches have three microbatches of one sample. Stage 1 waits until stage 2 has run two backwards of
     # minibatch 1. So the first of these gradients waits to be sent while the second is added to the
-    # parameter's gradient. Autograd gives the parameter the first gradient's memory, so the gradient is sent
-    # from a copy.
+    # parameter's gradient. Autograd gives the parameter the first gradient's memory, so the gradient must be
+    # sent from a copy.
     make_model = functools.partial(_model_with_a_shared_gradient, str(tmp_path / "gate"))
     plan = Plan(Plan.straight(3, 3).stages, in_flight=(7, 7, 1))
     data = [(inputs[:3], targets[:3]) for inputs, targets in _data()]
@@ -301,7 +304,7 @@ def _model_that_stops_some_gradients() -> nn.Sequential:
         {},
         {"schedule": "flush", "microbatches": 2},
         {"schedule": "gpipe", "microbatches": 2, "recompute": True},
-        {"schedule": "flush", "max_grad_norm": 0.1},  # the norm is that of the other stages
+        {"schedule": "flush", "max_grad_norm": 0.1},  # only the other stages have gradients in the norm
         {"plan": Plan.replicated(4, [2, 1, 1])},
     ],
 )
@@ -318,7 +321,7 @@ def test_momentum_rests_where_a_later_stage_gives_no_gradient(farm: Farm, option
 
 
 class _PassesOnAPenalty(nn.Module):
-    """Passes on a number of no dimensions."""
+    """Returns an additional number without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +381,7 @@ def _plain_model() -> nn.Sequential:
 
 
 class _ReusesItsMemory:
-    """Yields the same tensors again and again, with other contents."""
+    """Yields the same tensors again and again, with new contents."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         inputs, targets = (torch.empty_like(tensor) for tensor in _data()[0])
@@ -418,11 +421,11 @@ def test_data_that_reuses_its_memory_trains_as_data_that_does_not(
     assert losses == pytest.approx(_expect(_plain_model, num_stages, **options)[0], rel=1e-9)
 
 
-# The layers below reach parameters in another way than by the module's own attribute.
+# ---- The next layers reach parameters in another way than by the module's own attribute ----
 
 
 class _Keeps(nn.Module):
-    """Computes with its weight, which it keeps elsewhere too."""
+    """Computes with its weight, and keeps it in another place too."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
