@@ -31,13 +31,13 @@ from pipedream.links.rendezvous import host_store
 __all__ = ["Farm", "Outcome"]
 
 _NUM_RANKS_MAX = 6
-_DEADLINE_S = 120.0  # far longer than any case takes: only a hang exceeds it
+_DEADLINE_S = 120.0  # far longer than any case takes, so only a hang exceeds it
 _LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case at one rank."""
+    """The outcome of a case at one rank: its value, its error or its exit code."""
 
     value: Any = None
     """The function's result."""
@@ -50,10 +50,11 @@ class Outcome:
 
 
 class Farm:
-    """Ranks 0, 1, ... of a stand-in torchrun on this machine."""
+    """Plays torchrun on this machine, with ranks 0, 1, ...."""
 
     def __init__(self) -> None:
-        # Without this, the first optimizer of each rank would import the compiler, which takes 2 s.
+        # The fork server imports the compiler once. Otherwise the first optimizer of each rank would import
+        # it, which takes 2 s.
         start_server(compiler="before forks")
         self._store, self._port = host_store()
         self._ranks: list[tuple[Process, Connection]] = []
@@ -73,13 +74,13 @@ class Farm:
     ) -> list[Outcome]:
         """Calls function(*args, **kwargs) at ranks 0 .. num_ranks - 1 and waits for all of them.
 
-        The function is sent by name, the arguments by value.
+        The function is sent by name, and the arguments by value.
 
-        torchrun_id: cases with the same id look like calls of one script; "" makes each case a script of its
-            own.
-        attempt: how often torchrun has restarted that script.
-        ranks_per_machine: the number that ranks are told; None puts all on one machine.
-        rank_0_hosts_store: stands in for a launcher that has no store.
+        - torchrun_id: cases with the same id look like calls of one script. "" makes each case a separate
+          script.
+        - attempt: how often torchrun has restarted that script.
+        - ranks_per_machine: the number that ranks are told. None puts all on one machine.
+        - rank_0_hosts_store: whether to imitate a launcher that has no store.
         """
         assert num_ranks <= _NUM_RANKS_MAX
         while len(self._ranks) < num_ranks:
@@ -174,7 +175,7 @@ def _perform(rank: int, task: bytes) -> bytes:
         local_rank = rank % int(environment["LOCAL_WORLD_SIZE"])
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         os.environ.update(environment)
-        # Each case begins with fresh generators, which differ from rank to rank, as in a new script.
+        # Each case begins with fresh generators, as a new script does. They differ from rank to rank.
         torch.manual_seed(rank)
         random.seed(rank)
         try:

@@ -1,4 +1,4 @@
-"""Ranges of loopback ports, for tests that need to name some."""
+"""Finds ranges of loopback ports, for tests that need to name some."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ __all__ = ["free_ports", "taken_ports"]
 
 @contextlib.contextmanager
 def taken_ports(num_ports: int) -> Iterator[str]:
-    """Listens at num_ports consecutive ports, and gives them as text. They are below the ports that the
-    system chooses for other sockets."""
+    """Listens at num_ports consecutive ports, and yields them as text. They are below the ports that the
+    system chooses for other sockets.
+    """
     for first in range(21_000 + os.getpid() % 5_000, 32_000, num_ports):
         with contextlib.ExitStack() as listeners:
             try:
@@ -27,6 +28,6 @@ def taken_ports(num_ports: int) -> Iterator[str]:
 
 
 def free_ports(num_ports: int) -> str:
-    """Returns a range of ports at which no process listens at this moment."""
+    """Returns a range of ports at which no process listens now."""
     with taken_ports(num_ports) as ports:
         return ports

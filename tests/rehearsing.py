@@ -20,7 +20,7 @@ def rehearse(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     **options: Any,
 ) -> tuple[list[Boundary], list[Footprint]]:
-    """Returns (the boundary after each stage but the last, the footprint of each stage)."""
+    """Returns the boundary after each stage but the last, and the footprint of each stage."""
     handover = Handover(None, _core.Placement.at_ranks([0] * len(stages)))
     rehearsal = Rehearsal(handover, torch.device("cpu"), loss_fn=loss_fn, **options)
     rehearsal.run(stages, inputs, targets)

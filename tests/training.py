@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def weight_decay_by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Decays matrices only, and the layers of the model called "0..." at a rate of their own."""
+    """Decays matrices only. The layers of the model called "0..." have another learning rate."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
         decay = 0.1 if parameter.dim() > 1 else 0.0
@@ -52,7 +52,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class Training:
-    """The description of a small training: model, data and options. Equal in every process."""
+    """Describes a small training: model, data and options. It is equal in every process."""
 
     case_name: str
     num_stages: int
@@ -106,12 +106,13 @@ class Training:
 
     def data(self) -> Iterable[Batch]:
         batches = self.case.data(self.num_minibatches, self.dtype, short_last=self.short_last)
-        # A list has the methods that a DataLoader needs of a dataset.
+        # A list has the methods of a dataset that a DataLoader needs.
         return DataLoader(batches, batch_size=None, shuffle=True) if self.shuffled else batches  # type: ignore[arg-type]
 
     def options(self) -> dict[str, Any]:
-        """Returns arguments for both pipedream.run and reference.run. Some are left out if they have the
-        default."""
+        """Returns arguments for both pipedream.run and reference.run. Some arguments with default values are
+        left out.
+        """
         always = {
             "data": self.data(),
             "loss_fn": self.case.loss_fn,
@@ -128,8 +129,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Overflowing(Training):
-    """A training with so large a loss that its first minibatches overflow float16 at the initial loss
-    scale."""
+    """A training whose loss is so large that its first minibatches overflow float16 at the initial loss
+    scale.
+    """
 
     loss_factor: float = 30.0
 
@@ -178,7 +180,7 @@ def is_rank_0() -> bool:
 
 
 def is_on_cuda() -> bool:
-    """Whether workers compute on a GPU here. All workers of a test share it."""
+    """Returns whether workers compute on a GPU here. All workers of a test share it."""
     wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
     return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available() and _core.cuda_available())
 
@@ -198,13 +200,16 @@ def train_by_reference(training: Training) -> tuple[reference.ReferenceResult, S
 
 
 def model_of_oracle(training: Training) -> nn.Module:
-    """Returns the model on the workers' kind of device, so that random numbers and rounding are the same."""
+    """Returns the model on the same kind of device as the workers', so that random numbers and rounding are
+    the same.
+    """
     return training.model().to("cuda" if is_on_cuda() else "cpu")
 
 
 def train_plainly(training: Training) -> tuple[list[float], State]:
-    """Trains in a loop as any PyTorch user would write it: gradient accumulation, clipping by the norm of all
-    gradients, and a scheduler step after each optimizer step. No autocast."""
+    """Trains in a loop as any PyTorch user would write it, without autocast. It accumulates gradients, clips
+    by the norm of all gradients, and steps the scheduler after each optimizer step.
+    """
     assert training.autocast is None
     model = training.model()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -247,7 +252,7 @@ def train_module_plainly(
     loss_fn: Callable[[Any, Any], torch.Tensor],
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
 ) -> list[float]:
-    """Trains any module in a plain loop, on whatever run() takes as data."""
+    """Trains any module in a plain loop, on any data that run() takes."""
     optimizer = make_optimizer(model.parameters())
     losses = []
     for minibatch, batch in enumerate(data):
@@ -272,8 +277,9 @@ def assert_close_losses(losses: list[float], expected: list[float], relative: fl
 
 
 def assert_close_state(state: State, expected: State, relative: float) -> None:
-    """Asserts that states are equal: integers exactly, floats up to `relative` of the tensor's largest
-    element."""
+    """Asserts that states are equal: integers exactly, and floats up to `relative` of the tensor's largest
+    element.
+    """
     assert state.keys() == expected.keys()
     for name, wanted in expected.items():
         if not wanted.is_floating_point():
@@ -299,8 +305,9 @@ def expected_versions(
     staleness: int = 0,
     microbatches: int = 1,
 ) -> list[list[tuple[int, int]]]:
-    """Returns [stage][minibatch] -> (forward, backward): the weight versions that the forward of the
-    minibatch's first microbatch and the backward of its last one must read."""
+    """Returns a list of stages, each a list of minibatches, each a pair of weight versions. The first is read
+    by the forward of the minibatch's first microbatch, and the second by the backward of its last one.
+    """
     how: dict[str, Any] = {"schedule": schedule, "staleness": staleness, "microbatches": microbatches}
     return [
         [(read[0][0], read[-1][1]) for read in of_stage]
@@ -311,8 +318,9 @@ def expected_versions(
 def expected_microbatch_versions(
     plan: Plan, num_minibatches: int, *, schedule: str, staleness: int, microbatches: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """Returns [stage][minibatch][microbatch] -> (forward, backward): the weight versions that each must
-    read."""
+    """Returns a list of stages, of minibatches and of microbatches. For each microbatch it has the versions
+    that its forward and its backward must read.
+    """
     m, replicas = microbatches, [stage.num_replicas for stage in plan.stages]
     drains = schedule in ("flush", "gpipe", "interleaved", "model_parallel", "data_parallel")
     rounds = [math.lcm(m, *(replicas if drains else [count])) // m for count in replicas]

@@ -42,9 +42,10 @@ def write_checkpoint(
     stages: Sequence[int] | None = None,
     run: str = "first",
 ) -> Path:
-    """Writes a checkpoint of the model. Each stage also gets an older version, all zeros.
+    """Writes a checkpoint of the model. Each stage also gets an older version, which is all zeros.
 
-    stages: the stages of which parts are written; None writes all, and then the manifest follows too."""
+    `stages` names the stages whose parts are written. None writes all, and then the manifest.
+    """
     folder = folder_of(path, minibatch)
     folder.mkdir(parents=True, exist_ok=True)
     split_model = split(model, plan)

@@ -40,14 +40,15 @@ namespace pipedream {
 namespace {
 
 constexpr std::int64_t kNumInFlightMax = 8;
-constexpr std::uint64_t kLastOfWindow = 1;  // a fingerprint: its arrival is told
+// A fingerprint that makes the receiver report the item's arrival.
+constexpr std::uint64_t kLastOfWindow = 1;
 constexpr const char* kChannel = "tensors";
 
 struct Settings {
   std::string sender = "cuda:0";
   std::string receiver = "cuda:0";
   int rounds = 7;
-  double seconds = 0.2;  // of one way at one size in one round
+  double seconds = 0.2;  // of one measurement: a way at a size in a round
   std::vector<std::size_t> sizes = {64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
   bool json = false;
 };
@@ -187,7 +188,7 @@ class ReceiverProcess {
 
 class ChannelWay final : public Way {
  public:
-  // why_not: is set to the reason if the two processes cannot use this transport.
+  // Sets `why_not` to the reason if the two processes cannot use this transport.
   ChannelWay(const Settings& settings, Road road, std::size_t num_bytes, std::string& why_not)
       : receiver_(settings.receiver, road, num_bytes), worker_(make_worker(settings.sender, road)) {
     const std::string offer = receiver_.expect("offer");
@@ -231,7 +232,8 @@ class ChannelWay final : public Way {
   TensorView view_;
 };
 
-// Copies on one stream between one buffer and, in turn, as many other buffers as a channel has.
+// Copies on one stream, from or to one buffer. The buffers at the other end are used in turn, as many as a
+// channel has.
 class CopyWay final : public Way {
  public:
   CopyWay(const std::string& from, MemoryKind from_kind, const std::string& to, MemoryKind to_kind,
@@ -267,7 +269,7 @@ class CopyWay final : public Way {
 struct Contender {
   std::string name;
   std::unique_ptr<Way> way;
-  std::int64_t num_messages = 1;  // of one round
+  std::int64_t num_messages = 1;  // number of messages in one round
   std::vector<double> gb_per_s;
 };
 
@@ -302,7 +304,8 @@ std::vector<Contender> contenders(const Settings& settings, std::size_t num_byte
   return all;
 }
 
-// Chooses the number of messages of one measurement, so that it takes `seconds`; at least four windows.
+// Chooses the number of messages of one measurement so that it takes `seconds`. It has at least four windows
+// of messages in flight.
 void choose_num_messages(Contender& contender, double seconds) {
   const std::int64_t num_messages = 2 * kNumInFlightMax;
   double taken = seconds_of(*contender.way, num_messages);

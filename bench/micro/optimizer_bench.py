@@ -40,7 +40,8 @@ _TORCH_NADAMW = functools.partial(
     torch.optim.NAdam, weight_decay=1e-2, decoupled_weight_decay=True, foreach=True
 )
 
-# name: (native, torch's, arguments, float32 arrays read, written)
+# Each name has: the native optimizer, torch's, their arguments, and how many float32 arrays a step reads and
+# writes.
 CASES: dict[str, tuple[Any, Any, dict[str, Any], int, int]] = {
     "SGD": (optim.SGD, functools.partial(torch.optim.SGD, fused=True), {"lr": 1e-3}, 2, 1),
     "SGD momentum": (
@@ -91,7 +92,7 @@ class Arrays:
 
 
 class OfTorch:
-    """Makes torch's step in place, in the first slot."""
+    """Makes torch's step in place, in the first of the two slots."""
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer], arrays: Arrays) -> None:
         parameter = arrays.slots[0].detach().requires_grad_()
@@ -109,8 +110,9 @@ class OfTorch:
 
 
 class Native:
-    """Makes a native optimizer's step. With two slots each step reads the slot that the step before wrote;
-    with one slot it works in place."""
+    """Makes a native optimizer's step. With two slots each step reads the slot that the previous step wrote.
+    With one slot it works in place.
+    """
 
     def __init__(
         self, make: Callable[..., optim.NativeOptimizer], arrays: Arrays, slots: list[torch.Tensor]

@@ -41,7 +41,7 @@ constexpr std::int64_t kNumMinibatches = 64;
 struct TraceStep {
   bool is_lease = false;
   Buffer buffer = Buffer::kActivations;
-  std::size_t place = 0;  // where the lease is kept
+  std::size_t place = 0;  // where the replay keeps the lease
 };
 
 struct Trace {
@@ -112,7 +112,7 @@ Sizes sizes_of(std::size_t activation_bytes) {
   return {activation_bytes, activation_bytes, activation_bytes, activation_bytes / 64};
 }
 
-// ---- The allocators: lease(buffer) returns a Held; release() of it gives the memory back ----
+// ---- The allocators: lease(buffer) returns a Held, whose release() gives the memory back ----
 
 class PoolSide {
  public:
@@ -179,8 +179,8 @@ class MimallocSide {
   void (*const free_)(void* data) = functions().free;
 };
 
-// A best-fit allocator. It cuts the smallest free block that is large enough, and joins free neighbours.
-// Thread-safe.
+// A best-fit allocator, which may be used by several threads. It cuts the smallest free block that is large
+// enough, and joins free neighbours.
 class BestFitSide {
  public:
   struct Block {
@@ -253,7 +253,7 @@ class BestFitSide {
     block.num_bytes = num_bytes;
     free_.insert(rest);
   }
-  void join(Block& block) {  // with the one after it
+  void join(Block& block) {  // joins the block with the next one
     Block* const absorbed = block.after;
     block.num_bytes += absorbed->num_bytes;
     block.after = absorbed->after;

@@ -44,16 +44,16 @@
 namespace pipedream {
 namespace {
 
-constexpr std::int64_t kNumInFlightMax = 8;  // messages; as credits bound it in a pipeline
+constexpr std::int64_t kNumInFlightMax = 8;  // in messages; a pipeline bounds them by credits
 constexpr std::size_t kLatencyBytes = 4096;
 constexpr double kPeerTimeoutSeconds = 60;
 constexpr std::size_t kBytesAlignment = 4096;
 
 struct Settings {
   int rounds = 7;
-  double seconds = 0.15;  // of one way at one size in one round
+  double seconds = 0.15;  // of one measurement: a way at a size in a round
   std::vector<std::size_t> sizes = {4096, 65536, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
-  std::string only;  // of the ways, by name; empty: all
+  std::string only;  // comma-separated names of ways to measure; empty for all
   std::string sender_netns;
   std::string receiver_netns;
   std::string address = "127.0.0.1";
@@ -288,7 +288,7 @@ class ZmqWay final : public CountedWay {
     thread_ = std::thread([this] { receive(); });
   }
   ~ZmqWay() override {
-    must(zmq_.send(sender_, "", 0, 0) == 0, "send");  // the end
+    must(zmq_.send(sender_, "", 0, 0) == 0, "send");  // an empty message ends the receiver's thread
     thread_.join();
     zmq_.close(sender_);
     zmq_.close(receiver_);
@@ -501,7 +501,7 @@ double median(std::vector<double> values) {
 struct Contender {
   std::string name;
   std::unique_ptr<Way> way;
-  std::int64_t num_messages = 1;  // of one round
+  std::int64_t num_messages = 1;  // number of messages in one round
   std::vector<double> gb_per_s;
   std::vector<double> latency_us;
 };
@@ -541,7 +541,8 @@ std::vector<Contender> contenders(const Settings& settings, std::size_t num_byte
   return all;
 }
 
-// Chooses the number of messages of one measurement, so that it takes `seconds`; at least four windows.
+// Chooses the number of messages of one measurement so that it takes `seconds`. It has at least four windows
+// of messages in flight.
 void choose_num_messages(Contender& contender, double seconds) {
   std::int64_t num_messages = 2 * kNumInFlightMax;
   double taken = time_messages(*contender.way, num_messages);

@@ -48,7 +48,7 @@ _VOCABULARY, _SEQUENCE, _WIDTH, _HEADS = 1024, 64, 256, 4
 
 
 class Embedding(nn.Module):
-    """Embeds tokens and their positions: (batch, sequence) -> (batch, sequence, width)."""
+    """Embeds tokens and their positions. Maps (batch, sequence) to (batch, sequence, width)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def _serve(rank: int, connection: Connection, port: int, folder: str) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)
-    _core.keep_freed_memory()  # for all sides alike
+    _core.keep_freed_memory()  # applies to all sides alike
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
     while (call := connection.recv()) is not None:
         function, arguments = call
@@ -257,8 +257,9 @@ def best_cut(name: str) -> int:
 
 
 def sides(name: str) -> dict[str, tuple[Callable[..., float], tuple[Any, ...]]]:
-    """Returns the measured sides by name: (the function that both ranks call, its arguments after model and
-    cut)."""
+    """Returns the measured sides by name. Each has the function that both ranks call, and its arguments after
+    model and cut.
+    """
     found: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {"plain, twice at once": (plain_ms, ())}
     for m in _MICROBATCHES:
         found[f"torch 1F1B, m = {m}"] = (torch_ms, (m,))

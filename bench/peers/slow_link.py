@@ -54,14 +54,14 @@ from links import RUN_OPTIONS, Link, run_ranks
 _BATCH = 32
 _OPTIMIZER = functools.partial(torch.optim.SGD, lr=1e-4)
 _LOSS = nn.functional.cross_entropy
-_NUM_MINIBATCHES = 16  # measured, of each of pipedream's pipelines; of torch's half as many
-_NUM_STEPS = 2  # measured, of data-parallel sides; with PowerSGD or factors four times as many
+_NUM_MINIBATCHES = 16  # measured minibatches of pipedream's pipelines; torch's have half as many
+_NUM_STEPS = 2  # measured steps of data-parallel sides; with PowerSGD or factors four times as many
 _NUM_WARM_UP_STEPS = 2  # the first step shows when each gradient is complete and may be sent
-_POWER_SGD_START = 2  # the least that the hook allows: the steps before this one are plain
+_POWER_SGD_START = 2  # the hook's minimum; steps before this one are plain
 _SAMPLING_S = 0.02
 _FACTORS = {"pushes": "factors"}
 
-Rows = list[tuple[int, int, int]]  # stages: first and last layer, replicas
+Rows = list[tuple[int, int, int]]  # per stage: the first layer, the last layer, and the number of replicas
 
 
 def make_layers() -> list[nn.Module]:
@@ -131,7 +131,7 @@ def _steps(step: Callable[[], None], *, num_warm_up: int, num_steps: int, sample
 
 
 def pipedream_side(fields: dict[str, Any], schedule: str, codec: dict[str, str] | None = None) -> Measured:
-    """Runs one of pipedream's sides. fields: a plan, as Plan.to_dict() returns it."""
+    """Runs one of pipedream's sides. `fields` is a plan as Plan.to_dict() returns it."""
     plan = pipedream.Plan.from_dict(fields)
     num_last = plan.stages[-1].num_replicas  # minibatches of each update at the last stage
     # The warm-up fills the pipeline. It also gives every stage a first round, which shows when each gradient
@@ -195,7 +195,7 @@ _SIDES: dict[str, Callable[..., Measured]] = {
 
 
 def _rank(sides: list[tuple[str, str, list[Any]]], rounds: int, path: str) -> None:
-    """sides: the name, function and arguments of each side."""
+    """Runs the sides at this rank in turn. `sides` has the name, function and arguments of each side."""
     link_bytes, rank = LinkBytes(join_ranks()), dist.get_rank()
     torch.set_num_threads(1)
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in sides}
@@ -254,7 +254,7 @@ def sides_of(
 def measure(
     profile: pipedream.Profile, num_workers: int, bandwidth: str, rounds: int, wanted: tuple[str, ...]
 ) -> dict[str, Any]:
-    """wanted: texts; a side is measured if its name begins with one of them."""
+    """Measures the sides whose names begin with one of the texts in `wanted`."""
     sides = [side for side in sides_of(profile, num_workers, bandwidth) if side[0].startswith(wanted)]
     with Link(bandwidth, num_hosts=num_workers) as link:
         figures = run_ranks(link, sys.argv[0], [sides, rounds])

@@ -14,7 +14,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 def step_of_1f1b(
     module: nn.Module, loss_fn: Callable[..., Tensor], make_optimizer: Callable[..., Any], microbatches: int
 ) -> Callable[[Tensor, Tensor], None]:
-    """Returns a function that trains on (inputs, targets); all ranks call it. module: this rank's layers."""
+    """Returns a function that trains on (inputs, targets), which all ranks must call. `module` has this
+    rank's layers.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     optimizer = make_optimizer(module.parameters())
     stage = PipelineStage(module, rank, num_ranks, torch.device("cpu"))

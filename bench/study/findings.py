@@ -43,8 +43,9 @@ class Finding:
         return self.best.mean(make_task(self.trial.task))
 
     def minibatches_to(self, loss: float) -> float:
-        """Returns the number of minibatches until the smooth training loss is this low: the least over all
-        rates at which no run failed."""
+        """Returns the number of minibatches until the smooth training loss is at most `loss`: the fewest over
+        all rates at which no run failed.
+        """
         task = make_task(self.trial.task)
         sound = [outcome for outcome in self.by_rate.values() if outcome.num_failed(task) == 0]
         return min((minibatches_to(smooth(outcome.losses), loss) for outcome in sound), default=math.inf)
@@ -52,7 +53,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Paired:
-    """By seed, the difference between a setting's held-out loss and that of `flush` at the same rate."""
+    """For each seed, the difference between a setting's held-out loss and that of `flush` at the same
+    rate.
+    """
 
     rate: float
     differences: tuple[float, ...]
@@ -67,7 +70,7 @@ class Paired:
 
 
 def find(results: Results, task_name: str, optimizer: str, setting: Setting) -> Finding | None:
-    """Returns None if the results have no trials of this setting."""
+    """Returns the outcomes of this setting, or None if the results have no trials of it."""
     task = make_task(task_name)
     seeds = DEEP_SEEDS if isinstance(task, DeepCharacters) else SEEDS
     trial = Trial(task_name, optimizer, setting, 0.0, seeds, task.num_minibatches)
@@ -92,25 +95,27 @@ def find_long(results: Results, optimizer: str, setting: Setting) -> Finding | N
 
 
 def target_loss(plain: Finding, share: float) -> float:
-    """Returns the smooth training loss that plain training has at its best rate after this share of its
-    run."""
+    """Returns the smooth training loss of plain training, at its best rate, after this share of its run."""
     return smooth(plain.best.losses)[round(len(plain.best.losses) * share) - _NUM_SMOOTHED]
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """Returns means over _NUM_SMOOTHED neighbouring points. The first mean ends at the point with that
-    number."""
+    """Returns means over _NUM_SMOOTHED neighbouring points. The first mean ends at point number
+    _NUM_SMOOTHED.
+    """
     ends = range(_NUM_SMOOTHED, len(losses) + 1)
     return [sum(losses[end - _NUM_SMOOTHED : end]) / _NUM_SMOOTHED for end in ends]
 
 
 def minibatches_of(smooth_losses: Sequence[float]) -> list[int]:
-    """Returns for each smooth loss after how many minibatches it is reached."""
+    """Returns the number of minibatches that each smooth loss belongs to."""
     return [(index + _NUM_SMOOTHED) * MINIBATCHES_PER_POINT for index in range(len(smooth_losses))]
 
 
 def minibatches_to(smooth_losses: Sequence[float], loss: float) -> float:
-    """Returns the number of minibatches until the smooth loss is at most `loss`; infinity if it never is."""
+    """Returns the number of minibatches until the smooth loss is at most `loss`, or infinity if it
+    never is.
+    """
     reached = zip(minibatches_of(smooth_losses), smooth_losses, strict=True)
     return next((count for count, value in reached if value <= loss), math.inf)
 

@@ -39,7 +39,9 @@ class Optimizer(abc.ABC):
         self._num_steps = 0
 
     def step(self, weights: Tensor, gradients: Tensor) -> Tensor:
-        """Returns the weights after one update. weights, gradients: (runs, parameters)."""
+        """Returns the weights after one update. `weights` and `gradients` have the shape (runs,
+        parameters).
+        """
         self._num_steps += 1
         return self._next(weights, gradients)
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from simulator import Setting
 from sweep import ACCEPTED_WITH, FLUSH, OPTIMIZERS, TWO_BW, Results, deep_settings, digits_settings, settings
 
-# Okabe and Ito's, which the colour-blind tell apart.
+# These are Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = {
     "flush": "#000000",
     "pipedream": "#0072B2",
@@ -54,8 +54,9 @@ def replace(text: str, name: str, table: str) -> str:
 
 
 def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int = 1) -> str:
-    """Returns a Markdown table without the rows of which nothing was run. The first num_keys cells of a row
-    name it."""
+    """Returns a Markdown table, without rows of which nothing was run. The first num_keys cells of a row name
+    it.
+    """
     known = [row for row in rows if set(row[num_keys:]) != {_NOT_RUN}]
     if not known:
         return "Not run yet.\n"
@@ -100,8 +101,9 @@ def _loss_cell(results: Results, task: str, optimizer: str, setting: Setting) ->
 
 
 def _ratio(found: findings.Finding, plain: findings.Finding, share: float) -> str:
-    """Divides the minibatches that `found` needs by those that plain training needs, until the loss that
-    plain training has after this share of its run."""
+    """Returns the minibatches that `found` needs divided by those that plain training needs. Both are counted
+    until the loss that plain training has after this share of its run.
+    """
     target = findings.target_loss(plain, share)
     ratio = found.minibatches_to(target) / plain.minibatches_to(target)
     return "never" if math.isinf(ratio) else f"{ratio:.2f}"
@@ -176,7 +178,7 @@ def _deep_table(results: Results) -> str:
 
 
 def _rates_figure(results: Results) -> Figure:
-    """Held-out loss against the learning rate, 8 stages."""
+    """Draws the held-out loss against the learning rate, for 8 stages."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     panels = figure.subplots(1, len(OPTIMIZERS), sharey=True)
     task = findings.make_task("characters")

@@ -97,7 +97,9 @@ class Stack:
         self._num_done = 0
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Trains each run on one minibatch, and returns the losses. inputs, targets: (runs, samples, ...)."""
+        """Trains each run on one minibatch, and returns the losses. `inputs` and `targets` have the shape
+        (runs, samples, ...).
+        """
         minibatch = self._num_done
         leaves: list[_Leaf] = []
         value = inputs
@@ -229,7 +231,9 @@ class _Norms:
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """A context for the forward of a minibatch. At its end the running statistics are updated."""
+        """Observes the forward of a minibatch, as a context. At its end the running statistics are
+        updated.
+        """
         hooks = [norm.register_forward_pre_hook(self._keep) for norm in self._named.values()]
         for norm in self._named.values():
             norm.track_running_stats = False
@@ -258,7 +262,7 @@ class _Norms:
     @torch.no_grad()
     def _step(self) -> None:
         for name, norm in self._named.items():
-            inputs = torch.cat(self._inputs[norm], dim=1)  # (runs, samples, channels, ...)
+            inputs = torch.cat(self._inputs[norm], dim=1)  # has the shape (runs, samples, channels, ...)
             values = inputs.transpose(1, 2).flatten(2)
             assert norm.momentum is not None
             for kind, seen in (("running_mean", values.mean(2)), ("running_var", values.var(2))):

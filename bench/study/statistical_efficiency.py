@@ -40,7 +40,7 @@ def check() -> None:
         batches = task.batches(seed=1, num_minibatches=num_minibatches)
         model = task.make_model(seed=1)
         difference = difference_from_reference(model, batches, task.loss, setting, optimizer)
-        # Muon computes matrix products in bfloat16. Their rounding depends on the order of the additions.
+        # Muon computes matrix products in bfloat16, whose rounding depends on the order of the additions.
         if difference > (1e-4 if optimizer == "Muon" else 1e-7):
             raise SystemExit(f"{name}, {setting}, {optimizer}: off by {difference} from the reference")
     print(f"the simulator equals pipedream.reference in {len(cases)} cases", file=sys.stderr, flush=True)
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="train nothing, use the kept results")
     parser.add_argument("--go-on", action="store_true", help="train what the kept results lack")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the operations are small; more threads only wait for each other
+    torch.set_num_threads(1)  # the operations are small, so more threads would only wait for each other
     _core.keep_freed_memory()
     if not options.report:
         check()

@@ -46,8 +46,8 @@ _START_RATES = {
     ("characters, 32 layers", "AdamW"): 0.002,
 }
 
-# The task "characters" trains alike with any number of stages and microbatches under these two schedules. So
-# one setting of each is enough.
+# Under these two schedules the task "characters" trains in the same way with any number of stages and
+# microbatches. So one setting of each is enough.
 FLUSH, TWO_BW = Setting("flush", 1, 1), Setting("2bw", 1, 1)
 LONG_WITH_ALL = FLUSH, Setting("pipedream", 8, 8), Setting("pipedream", 8, 16)
 
@@ -167,7 +167,7 @@ class Sweep:
         for optimizer in ACCEPTED_WITH:
             for setting in LONG_WITH_ALL:
                 self.long(optimizer, setting)
-        for num_stages in (4, 2):  # what time_to_loss.py needs
+        for num_stages in (4, 2):  # time_to_loss.py needs these
             self._characters(num_stages, OPTIMIZERS[:1])
             for setting in settings(num_stages):
                 if setting.microbatches == 1 or setting.microbatches >= num_stages:
@@ -215,14 +215,15 @@ class Sweep:
                 self._make([dataclasses.replace(best, setting=setting, seeds=FRESH_SEEDS)])
 
     def deep(self, depth: int) -> None:
-        """Searches the best rate for `flush` only, because these runs are long. The other settings use this
-        rate."""
+        """Searches the best rate for `flush` only, because these runs are long. The other settings are
+        trained at this rate.
+        """
         best = self.rates(f"characters, {depth} layers", "AdamW", FLUSH, DEEP_SEEDS)
         for setting in deep_settings(depth):
             self._make([dataclasses.replace(best, setting=setting)])
 
     def long(self, optimizer: str, setting: Setting) -> None:
-        """Trains TIMES_AS_LONG as many minibatches, at the best rate."""
+        """Trains for TIMES_AS_LONG as many minibatches, at the best rate."""
         best = self.rates("characters", optimizer, setting)
         self._make([dataclasses.replace(best, num_minibatches=TIMES_AS_LONG * best.num_minibatches)])
 
@@ -249,8 +250,9 @@ def settings(num_stages: int) -> list[Setting]:
 
 
 def digits_settings() -> list[Setting]:
-    """Returns the settings with which the task "digits" is trained. `flush` is there with each number of
-    microbatches, because batch norm sees each microbatch by itself."""
+    """Returns the settings with which the task "digits" is trained. `flush` has each number of microbatches,
+    because batch norm sees each microbatch by itself.
+    """
     return [
         *(Setting(name, 8, m) for m in (8, 16) for name in ("flush", "pipedream", "unstashed")),
         Setting("2bw", 8, 8),
@@ -285,7 +287,7 @@ def train(trials: Sequence[Trial]) -> list[Outcome]:
             points.append(losses)
             losses = torch.zeros(len(seeds))
     held_out = stack.evaluate(task.judge)
-    curves = torch.stack(points, dim=1)  # (runs, points)
+    curves = torch.stack(points, dim=1)  # has the shape (runs, points)
     count = len(first.seeds)
     return [
         Outcome(

@@ -34,14 +34,14 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, seed: int, num_minibatches: int | None = None) -> Batches:
-        """The minibatches of one run, in order."""
+        """Returns the minibatches of one run, in order."""
 
     @abc.abstractmethod
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor: ...
 
     @abc.abstractmethod
     def judge(self, model: nn.Module) -> float:
-        """The held-out loss, in eval mode."""
+        """Returns the held-out loss, in eval mode."""
 
 
 class Digits(Task):
@@ -55,7 +55,7 @@ class Digits(Task):
     _BATCH_SIZE = 48
 
     def __init__(self) -> None:
-        from sklearn.datasets import load_digits  # the other task does without
+        from sklearn.datasets import load_digits  # imported here, because the other task does not need it
 
         digits = load_digits()
         self._images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -115,7 +115,7 @@ class Characters(Task):
         self._held_out = text[-self._HELD_OUT_LENGTH :].unfold(0, self._CONTEXT + 1, self._CONTEXT)
 
     def make_model(self, seed: int) -> nn.Sequential:
-        """Characters (batch, context) to scores (batch, context, characters)."""
+        """Makes a model that maps characters (batch, context) to scores (batch, context, characters)."""
         torch.manual_seed(seed)
         layers: OrderedDict[str, nn.Module] = OrderedDict(embed=_Embed(self._CONTEXT, self._WIDTH))
         for number in range(1, self._BLOCKS + 1):
@@ -152,7 +152,7 @@ class DeepCharacters(Characters):
 
 
 class _Embed(nn.Module):
-    """Embeds characters and their positions: (batch, context) -> (batch, context, width)."""
+    """Embeds characters and their positions. Maps (batch, context) to (batch, context, width)."""
 
     def __init__(self, context: int, width: int) -> None:
         super().__init__()
@@ -190,7 +190,8 @@ class _Block(nn.Module):
 
 def _source_text(length: int) -> Tensor:
     """Returns the source of the standard library's modules, in order of their names, cut at `length`. Each
-    character is its position in string.printable, or that of "?" if it is not in it."""
+    character is given by its position in string.printable. Characters that are not there count as "?".
+    """
     code = {character: position for position, character in enumerate(string.printable)}
     codes: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):

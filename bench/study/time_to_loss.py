@@ -3,10 +3,10 @@
     sudo .venv/bin/python bench/study/time_to_loss.py [--rounds 3]
     python bench/study/time_to_loss.py --report
 
-Writes a table and the picture of docs/statistical_efficiency.md. The milliseconds per minibatch are measured
-here, of `pipedream.run` and of torch's Schedule1F1B over gloo, with the study's character model and AdamW.
-The number of minibatches until the loss comes from the results of statistical_efficiency.py, which must be
-run before. Torch's 1F1B has the losses of `flush`.
+Writes a table and the picture of docs/statistical_efficiency.md. The program measures the milliseconds per
+minibatch of `pipedream.run` and of torch's Schedule1F1B over gloo, with the study's character model and
+AdamW. The number of minibatches until the loss comes from the results of statistical_efficiency.py, which
+must be run before. Torch's 1F1B has the losses of `flush`.
 
 Each worker is a host of its own: a network namespace whose link is shaped in both directions. All workers
 share the cores of one machine, so each layer is paced: it sleeps after its computation until as much time has
@@ -52,7 +52,7 @@ _STUDY = _ROOT / "bench" / "results" / "statistical_efficiency.json"
 _OPTIMIZER = functools.partial(torch.optim.AdamW, lr=0.004)
 _FORWARD_S, _BACKWARD_S = 0.256, 0.512
 """Seconds that one imagined device takes for a minibatch of the whole model."""
-_NUM_WARM_UP, _NUM_MEASURED = 6, 12  # minibatches
+_NUM_WARM_UP, _NUM_MEASURED = 6, 12  # in minibatches
 _CASES = ((4, "100Mbit/s"), (4, "10Mbit/s"), (2, "10Mbit/s"))
 """(number of workers, bandwidth of each worker's link in each direction)."""
 Side = tuple[str, int]
@@ -76,7 +76,7 @@ class Pace:
     """Makes a layer take at least as long as on the imagined device."""
 
     def __init__(self, share: float) -> None:
-        """share: the layer's time for one sample, divided by the whole model's time for a minibatch."""
+        """`share` is the layer's time for one sample, divided by the whole model's time for a minibatch."""
         self._share = share
         self._began_s = 0.0
 
@@ -123,7 +123,7 @@ class PacedLayer(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         if value.is_floating_point():
             value, at = _Paced.apply(value, self._pace, "inputs"), "outputs"  # type: ignore[no-untyped-call]
-        else:  # characters, which have no gradient
+        else:  # characters have no gradient
             self._pace.note()
             at = "both"
         paced: Tensor = _Paced.apply(self.layer(value), self._pace, at)  # type: ignore[no-untyped-call]
@@ -226,12 +226,12 @@ class Combined:
 
     @property
     def target(self) -> float | None:
-        """The training loss to reach: that of plain training after half of its longer run."""
+        """Returns the training loss to reach: that of plain training after half of its longer run."""
         return None if self._plain is None else findings.target_loss(self._plain, 1 / 2)
 
     @property
     def minibatches(self) -> float | None:
-        """Number of minibatches until the target is reached."""
+        """Returns the number of minibatches until the target is reached."""
         if self._found is None or self.target is None:
             return None
         return self._found.minibatches_to(self.target)
@@ -247,8 +247,9 @@ class Combined:
 
 
 def combine(results: Results, case: dict[str, Any]) -> list[Combined]:
-    """Returns torch's 1F1B and `flush`, each only with its fastest number of microbatches, then all other
-    sides."""
+    """Returns torch's 1F1B and `flush`, each only with its fastest number of microbatches, and then all other
+    sides.
+    """
     by_side = [(side, case["ms_per_minibatch"][_key(side)]) for side in sides(case["workers"])]
     combined = [Combined(results, case["workers"], side, ms) for side, ms in by_side]
     chosen = []

@@ -37,8 +37,9 @@ class Adapted(nn.Module):
 
 class Model(nn.Module):
     def __init__(self, first_adapted: int | None) -> None:
-        """first_adapted: the index of the first block with adapters. None: no block has adapters, and all
-        weights are trained."""
+        """`first_adapted` is the index of the first block with adapters. With None no block has adapters, and
+        all weights are trained.
+        """
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True) for _ in range(NUM_BLOCKS)
@@ -56,8 +57,9 @@ class Model(nn.Module):
 
 
 def train(first_adapted: int | None) -> list[int]:
-    """Returns numbers of bytes at stage 0: one for each of TERMS, then the bytes of gradients that it
-    receives per minibatch."""
+    """Returns the bytes at stage 0 of each of TERMS, and then the bytes of gradients that it receives per
+    minibatch.
+    """
     torch.manual_seed(0)
     data = [(torch.randn(8, 16, WIDTH), torch.randn(8, 16, WIDTH)) for _ in range(NUM_MINIBATCHES)]
     result = pipedream.run(

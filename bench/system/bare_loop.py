@@ -32,12 +32,11 @@ NUM_IN_FLIGHT = 2
 NUM_SLOTS = NUM_IN_FLIGHT + 1
 TIMEOUT_S = 600
 
-Row = tuple[int, str, float]  # stage, kind, microseconds
+Row = tuple[int, str, float]  # has the stage, the kind of item, and its microseconds
 
 
 class Item:
-    """Times one work item. The overhead is the item's time minus other_ns. other_ns is the time of user code
-    and waiting."""
+    """Times one work item. Its overhead is its time minus other_ns, the time of user code and waiting."""
 
     def __init__(self, stage: int, kind: str, rows: list[Row]) -> None:
         self._name = (stage, kind)

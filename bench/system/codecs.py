@@ -66,7 +66,8 @@ def train(codec: str, seed: int, num_minibatches: int, path: str) -> None:
         loss_fn=task.loss,
         optimizer=functools.partial(pipedream.optim.Adam, lr=2e-3),
         codec=CODECS[codec],
-        transport="tcp",  # the two namespaces are on one host, and would share memory
+        # Over shared memory no link would be used, because the two namespaces are on one host.
+        transport="tcp",
         insecure=True,
         seed=seed,
         progress=False,

@@ -138,7 +138,8 @@ def channel_times(transfers: ChannelTransfers, result: pipedream.RunResult) -> d
 
 def watched_run(arguments: argparse.Namespace, rank: int) -> pipedream.RunResult:
     model = make_model(arguments.width)
-    data = torch.randn(arguments.batch, arguments.width)  # equal at both ranks: make_model() sets the seed
+    # Both ranks have equal data, because make_model() sets the seed.
+    data = torch.randn(arguments.batch, arguments.width)
     has_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CUDA] if has_gpu else []
     train = functools.partial(

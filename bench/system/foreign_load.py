@@ -15,7 +15,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ForeignLoad:
-    """Measures inside the block. This process and its descendants do not count."""
+    """Measures the load inside the block. This process and its descendants do not count."""
 
     share = 0.0
 

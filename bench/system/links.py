@@ -5,7 +5,7 @@
 
 Each host is a network namespace. A veth pair joins two hosts; a bridge in a namespace of its own joins more.
 tbf shapes both directions of each host. Needs root, `ip` and `tc` (Debian: iproute2). The namespaces are
-removed at the end of the context, also if it fails.
+removed at the end of the context, even if it fails.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SEGMENT_HEADERS_BYTES = 200  # at most
 QUEUE_SECONDS = 0.02
 MTU_BYTES = 9000
 STORE_PORT = 29511
-SEND_BUFFER_BYTES = 65536  # of each connection of a slowed-down host; the system's default is 4 MiB
+SEND_BUFFER_BYTES = 65536  # for each connection of a slowed-down host; the system's default is 4 MiB
 SEGMENT_BYTES_MAX = 65536  # largest segment that the segmentation offload makes
-CONGESTION_CONTROL = "reno"  # any host has it, and may use it in a namespace
-# Arguments of pipedream.run() at the ranks.
+CONGESTION_CONTROL = "reno"  # every host has it, and allows it in a namespace
+# These are the arguments of pipedream.run() at the ranks.
 RUN_OPTIONS: dict[str, Any] = {
     "gather": "none",
     "progress": False,
     "insecure": True,
-    "transport": "tcp",  # the hosts are one machine, whose memory they could share
+    "transport": "tcp",  # the hosts are one machine and could share memory, which would bypass the links
     "seed": 0,
 }
 
@@ -55,7 +55,7 @@ class Host:
 
     @property
     def prefix(self) -> list[str]:
-        """The first words of a command line that runs a command on this host."""
+        """Returns the first words of a command line that runs a command on this host."""
         return ["ip", "netns", "exec", self.namespace]
 
 
@@ -68,8 +68,9 @@ def can_make_links() -> str | None:
 
 
 class Link:
-    """Joins the hosts. bandwidth: the bandwidth of each host in each direction, for example "1Gbit/s"; None:
-    the links are as fast as the machine."""
+    """Joins the hosts. `bandwidth` is that of each host in each direction, for example "1Gbit/s". With None
+    the links are as fast as the machine.
+    """
 
     def __init__(self, bandwidth: str | None, *, name: str = "pd", num_hosts: int = 2) -> None:
         self.bandwidth = bandwidth
@@ -102,7 +103,7 @@ class Link:
         for namespace in [*namespaces, self._switch] if len(self.hosts) > 2 else namespaces:
             with contextlib.suppress(
                 subprocess.CalledProcessError
-            ):  # its ends of links go with the namespace, and so do the other ends
+            ):  # both ends of its links go with the namespace
                 _run("ip", "netns", "delete", namespace)
 
     def _make(self) -> None:
@@ -180,7 +181,7 @@ def run_ranks(link: Link, script: str, arguments: list[Any]) -> dict[str, Any]:
         ]
         try:
             codes = [rank.wait() for rank in ranks]
-        finally:  # also if this process is ended meanwhile
+        finally:  # also if this process is told to end
             for process in ranks:
                 process.kill()
         if any(codes):

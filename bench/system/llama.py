@@ -96,7 +96,7 @@ def make_data(options: argparse.Namespace) -> list[tuple[Tensor, Tensor]]:
 def plain_loop(
     model: nn.Module, data: list[tuple[Tensor, Tensor]], device: torch.device
 ) -> tuple[float, float]:
-    """Returns (seconds per minibatch, the last loss)."""
+    """Returns the seconds per minibatch, and the last loss."""
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ends = []
@@ -106,14 +106,15 @@ def plain_loop(
             loss = loss_of(model(inputs.to(device)), targets.to(device))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        last = loss.item()  # every minibatch, because the pipeline reads each loss, too
+        last = loss.item()  # reads every loss, as the pipeline does
         ends.append(time.perf_counter())
     return seconds_of(ends), last
 
 
 def seconds_of(ends: list[float]) -> float:
-    """Returns seconds per minibatch, without the first quarter of the minibatches. ends: the time at which
-    each minibatch was over."""
+    """Returns the seconds per minibatch, without the first quarter of the minibatches. `ends` has the time at
+    which each minibatch was over.
+    """
     steady = ends[len(ends) // 4 :]
     return statistics.median(b - a for a, b in itertools.pairwise(steady))
 

@@ -176,7 +176,8 @@ def rows_of(combination: Combination, plan: Plan, result: RunResult) -> list[dic
         for stage, num_bytes in zip(plan.stages, plan.predicted["stage_memory_bytes"], strict=True)
         for _ in range(stage.num_replicas)
     ]
-    follows = combination.schedule == "pipedream" and not combination.recompute  # the plan's assumption
+    # A plan's prediction assumes this schedule and no recompute.
+    follows = combination.schedule == "pipedream" and not combination.recompute
     return [
         {
             "combination": str(combination),

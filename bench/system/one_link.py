@@ -35,8 +35,9 @@ PLANS = {"1-1": (1, 1), "2-2": (2, 2), "4-4": (4, 4), "8": (8,)}
 
 
 def channel_ends(replicas: tuple[int, ...]) -> tuple[int, int]:
-    """Returns (number of channels, number of other workers to which they lead) of the worker with the most
-    channels. replicas: by stage."""
+    """Returns two figures of the worker with the most channels: their number, and to how many other workers
+    they lead. `replicas` has the number of replicas of each stage.
+    """
     plan = Plan.replicated(len(replicas), replicas)
     schedule = _core.ScheduleOptions(
         schedule="pipedream",
@@ -64,8 +65,9 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def answer(there: Connection) -> None:
-    """Runs the other end of the connections: binds as many sockets as it is told, answers small messages and
-    drops chunks."""
+    """Runs the other end of the connections. Binds as many sockets as it is told, answers small messages and
+    drops chunks.
+    """
     while True:
         context = zmq.Context()
         num_sockets = there.recv()
@@ -110,8 +112,9 @@ class Ends:
         return (time.perf_counter() - began) * 1e6
 
     def small_behind_a_push_us(self, *, shares: bool) -> float:
-        """Sends a push, then a small message on the first connection, and returns the time until its answer.
-        shares: whether the push is on the first connection, too; otherwise it is on the last connection."""
+        """Sends a push, then a small message on the first connection. Returns the time until its answer.
+        `shares` is whether the push is on the first connection too; otherwise it is on the last one.
+        """
         chunk = bytes(CHUNK_BYTES)
         for _ in range(NUM_CHUNKS):
             self.sockets[0 if shares else -1].send(chunk, copy=False)

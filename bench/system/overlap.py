@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.leave = nn.Linear(INNER, WIDTH)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not inputs.requires_grad:  # so that the first stage computes this gradient, too
+        if not inputs.requires_grad:  # makes the first stage compute this gradient, too
             inputs = inputs.detach().requires_grad_()
         return self.leave(torch.relu(self.inside(self.enter(inputs))))  # type: ignore[no-any-return]
 

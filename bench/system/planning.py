@@ -34,8 +34,9 @@ from pipedream.planning.prediction import steady_minibatches
 from pipedream.planning.simulator import simulate
 
 SIZES = ((23, 16), (40, 16), (136, 64), (400, 256), (400, 1024))
-LIMITED_WORKERS_MAX = 64  # the time of the search within limits grows with the square of the workers
-SEARCHED_WORKERS_MAX = 64  # so that the search takes seconds
+# The time of the search within limits grows with the square of the number of workers.
+LIMITED_WORKERS_MAX = 64
+SEARCHED_WORKERS_MAX = 64  # keeps the time of the search to seconds
 SIMULATED_ITEMS_MAX = 20_000  # minibatches times stages
 BANDWIDTH = "10Gbit/s"
 
@@ -73,7 +74,7 @@ def solve_by_factors(profile: Profile, num_workers: int) -> None:
 
 
 def least_s(rounds: int, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Returns (CPU seconds of the fastest round, the result of the work)."""
+    """Returns the CPU seconds of the fastest round, and the result of the work."""
     fastest, result = float("inf"), None
     for _ in range(rounds):
         began_s = time.process_time()
@@ -83,7 +84,7 @@ def least_s(rounds: int, work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def simulate_plan(profile: Profile, plan: Plan) -> int:
-    """Returns how many instructions were replayed."""
+    """Replays a plan, and returns how many instructions were replayed."""
     options = _core.ScheduleOptions("pipedream", list(plan.in_flight), 1, plan.placement)
     count = min(steady_minibatches(plan, options, 16), SIMULATED_ITEMS_MAX // plan.num_stages)
     programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]

@@ -51,10 +51,10 @@ from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.prediction import predict_ms
 from torch import nn
 
-FOREIGN_SHARE_MAX = 0.03  # share of the cores' time that others may take in an undisturbed run
+FOREIGN_SHARE_MAX = 0.03  # share of the cores' time that other processes may take in an undisturbed run
 WARM_UP_SHARE = 0.2  # share of a run's updates that do not count
 
-LOCAL_BYTES_PER_S = 1e15  # between workers of one machine: sending costs the sender time, but no link any
+LOCAL_BYTES_PER_S = 1e15  # On one machine sending costs the sender time, but takes no time of a link.
 LINK_SECONDS = 0.3  # at most, for each figure of a pair of hosts
 PROFILE_SECONDS = 5.0
 MINIBATCHES_MIN, MINIBATCHES_MAX = 60, 2000
@@ -133,8 +133,8 @@ LOCAL = [
 SHAPED = [
     Combination("mlp-256", (1, 1), "pipedream", bandwidth="200Mbit/s"),
     Combination("mlp-256", (1, 1), "flush", 4, bandwidth="1Gbit/s"),
-    # With replicas, the links also carry gradients and versions. All these hosts share the machine's cores:
-    # at 1 Gbit/s the kernel's network code takes 20 to 45 % of 2 cores.
+    # With replicas the links also carry gradients and versions. The hosts share the machine's cores. At 1
+    # Gbit/s the kernel's network code takes 20 to 45 % of 2 cores.
     *(
         Combination("mlp-256", replicas, schedule, bandwidth=bandwidth)
         for bandwidth in ("1Gbit/s", "200Mbit/s")
@@ -273,8 +273,9 @@ def predict_own_runs(model: str) -> list[float]:
 
 
 def workers_by_model(combinations: Sequence[Combination]) -> dict[str, int]:
-    """Returns by model the most workers that one of its combinations has, but at least two, because a
-    calibration needs two."""
+    """Returns for each model the most workers of its combinations. It is at least two, because a calibration
+    needs two.
+    """
     counts: dict[str, int] = {}
     for combination in combinations:
         counts[combination.model] = max(counts.get(combination.model, 2), sum(combination.replicas))
@@ -322,8 +323,7 @@ def error_of(row: dict[str, float]) -> float:
 
 
 def repeats_differ(rounds: Sequence[dict[str, dict[str, float]]]) -> float:
-    """Returns by how much the measured times differ between neighbouring rounds, as a mean over
-    combinations."""
+    """Returns by how much the measured times of neighbouring rounds differ, as a mean over combinations."""
     return statistics.fmean(
         abs(later[name]["measured_ms"] / earlier[name]["measured_ms"] - 1)
         for earlier, later in itertools.pairwise(rounds)

@@ -49,7 +49,7 @@ SCHEDULES = {
 }
 """The numbers of microbatches to measure, each as a multiple of the number of stages; 0 stands for one
 microbatch."""
-FORWARD_S = 0.040  # of a whole minibatch at one stage; long compared with the overhead per microbatch
+FORWARD_S = 0.040  # at one stage for a whole minibatch; long compared with the overhead of a microbatch
 BACKWARD_S = 0.080
 BEGIN_MARK = "<!-- begin: bench/system/schedules.py -->"
 END_MARK = "<!-- end: bench/system/schedules.py -->"
@@ -114,7 +114,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """A layer that sleeps. share: its share of a stage's time, for a whole minibatch of 16 samples."""
+    """A layer that sleeps. `share` is its share of a stage's time, for a whole minibatch of 16 samples."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def options_of(schedule: str, plan: Plan, microbatches: int) -> _core.ScheduleOp
 
 
 def measure_numbers(schedule: str, num_stages: int, microbatches: int) -> dict[str, Any]:
-    """Measures equality with the reference, versions and memory."""
+    """Measures the differences from the reference, the number of versions, and the memory."""
     model, expected_model = make_model(), make_model()
     plan = plan_of(schedule, len(model), num_stages)
     arguments: dict[str, Any] = {
@@ -197,8 +197,7 @@ def measure_numbers(schedule: str, num_stages: int, microbatches: int) -> dict[s
 
 
 def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str, Any]:
-    """Returns bubbles and time per minibatch, both as the simulator predicts them and as they are
-    measured."""
+    """Returns bubbles and the time per minibatch, as predicted by the simulator and as measured."""
     num_minibatches = 24
     layers_per_stage = 1
     num_workers = num_stages // 2 if schedule == "interleaved" else num_stages
@@ -235,8 +234,9 @@ def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str,
 
 
 def _timeline(program: list[_core.Instruction], spans: list[WorkSpan]) -> list[TimedInstruction]:
-    """Returns a worker's instructions with their times: each begins when its input was there, and ends when
-    it was computed."""
+    """Returns a worker's instructions with their times. Each begins when its input has arrived, and ends when
+    it is computed.
+    """
     timeline = []
     for instruction, span in zip(program, spans, strict=True):
         done = (span.kind, span.stage, span.minibatch, span.microbatch)

@@ -130,8 +130,9 @@ def _rank(mebibytes: int, num_rounds: int, num_spares: int, path: str) -> None:
 
 
 def _step_of(name: str, mebibytes: int, flat: torch.Tensor, group: Any) -> Callable[[], Any]:
-    """Returns the function that does one step of the side `name`. group: the process group of the ranks that
-    train."""
+    """Returns the function that does one step of the side `name`. `group` is the process group of the ranks
+    that train.
+    """
     if name == "all-reduce":
         return lambda: dist.all_reduce(flat, group=group)
     model = _model(mebibytes)

@@ -34,8 +34,8 @@ from pipedream import _core
 from pipedream.report.result import WorkSpan
 from torch import nn
 
-# (width, batch). A stage of "large" takes some 10 ms on a slow core. A stage of "small" takes far less than
-# 1 ms, so that the runtime's own time shows.
+# Each model has a width and a batch size. A stage of "large" takes some 10 ms on a slow core. A stage of
+# "small" takes far less than 1 ms, so that the runtime's own time shows.
 MODELS = {"large": (768, 128), "small": (64, 8)}
 LAYERS_PER_STAGE = 3
 
@@ -117,9 +117,10 @@ def slowest_stage_ms(result: pipedream.RunResult) -> float:
 
 
 def overheads_us(spans: list[WorkSpan]) -> list[tuple[str, float, float, float]]:
-    """Returns (kind, three overheads in microseconds) for each work item of a worker, except its last item.
-    The first overhead is from asking for the item until having it, the second until completing it, the third
-    until asking for the next item. User code and waiting do not count."""
+    """Returns the kind of each work item of a worker and three overheads in microseconds, except for the last
+    item. The first overhead lasts from asking for the item until having it, the second until completing it,
+    and the third until asking for the next item. User code and waiting do not count.
+    """
     return [
         (
             span.kind,
@@ -132,7 +133,7 @@ def overheads_us(spans: list[WorkSpan]) -> list[tuple[str, float, float, float]]
 
 
 def overhead_us(result: pipedream.RunResult) -> list[float]:
-    """Returns the overhead per stage: the median over its work items."""
+    """Returns the overhead of each stage: the median over its work items."""
     return [statistics.median(sum(parts) for _, *parts in overheads_us(spans)) for spans in result.spans]
 
 
@@ -203,7 +204,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=str, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
-    _core.keep_freed_memory()  # the workers do so, too
+    _core.keep_freed_memory()  # the workers do so too
     machine = (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     )

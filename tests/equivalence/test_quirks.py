@@ -594,7 +594,7 @@ class _AssignsData(torch.optim.Optimizer):
 
 
 class _SignSGD(pipedream.optim.SGD):
-    """A subclass with a step of its own."""
+    """A subclass of SGD with its own step()."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -617,8 +617,9 @@ def _distance_to_the_target(outputs: Tensor, targets: Tensor | None) -> Tensor:
 
 
 def _pairs_with(kind: str) -> list[tuple[Tensor, Any]]:
-    """Minibatches of 5 samples, the last two of 4. Their targets have no samples, or have them not in
-    dimension 0."""
+    """Returns minibatches of 5 samples, the last two of 4. Their targets have no samples, or have them in
+    another dimension than 0.
+    """
     pairs = [(torch.cat((inputs, targets[:1])), targets) for inputs, targets in _data()]
     pairs[-2:] = [(inputs[:4], other) for inputs, other in pairs[-2:]]
     make: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -636,8 +637,8 @@ def _pairs_with(kind: str) -> list[tuple[Tensor, Any]]:
 def test_targets_need_no_samples_and_in_one_piece_not_in_dimension_0(
     farm: Farm, targets: str, microbatches: int, num_stages: int
 ) -> None:
-    # 5 samples in 4 microbatches are 2, 2, 1 and 0. At the empty microbatch, the last stage must not read
-    # data that stage 0 does not read.
+    # 5 samples in 4 microbatches are cut into 2, 2, 1 and 0. At the empty microbatch the last stage must not
+    # read data that stage 0 does not read.
     options: dict[str, Any] = {"data": _pairs_with(targets), "microbatches": microbatches}
     options["loss_fn"] = _error_of_the_transposed if targets == "transposed" else _distance_to_the_target
     _assert_equals_reference(farm, _plain_model, num_stages, **options)
@@ -892,7 +893,7 @@ def _ragged() -> nn.Sequential:
 
 
 def _ragged_data() -> list[tuple[list[Tensor], list[dict[str, Tensor]]]]:
-    """Sequences in a list, targets in records, and a short last minibatch."""
+    """Returns minibatches with sequences in a list and targets in records. The last minibatch is short."""
     inputs = [
         [value.expand(1 + index % 3, _WIDTH) for index, value in enumerate(batch)] for batch, _ in _data()
     ]
@@ -908,8 +909,9 @@ def _loss_of_records(outputs: Tensor, targets: list[dict[str, Tensor]]) -> Tenso
 
 
 def test_lists_with_an_entry_per_sample_are_cut_into_microbatches(farm: Farm) -> None:
-    """If a list of targets went uncut to every microbatch, targets would be paired with outputs of other
-    samples."""
+    """A list of targets must be cut too. If it went whole to every microbatch, targets would be paired with
+    outputs of other samples.
+    """
     options: dict[str, Any] = {"data": _ragged_data(), "loss_fn": _loss_of_records, "schedule": "flush"}
     whole = _expect(_ragged, 1, **options)[0]
     assert _expect(_ragged, 2, microbatches=2, **options)[0] == pytest.approx(whole, rel=1e-9)
@@ -917,8 +919,9 @@ def test_lists_with_an_entry_per_sample_are_cut_into_microbatches(farm: Farm) ->
 
 
 class _Averages(nn.InstanceNorm1d):
-    """Normalises over the samples, as if these were positions of one image, and counts its forwards in a
-    buffer."""
+    """Normalises over the samples, as if they were positions of one image. It counts its forwards in a
+    buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__(_WIDTH, track_running_stats=True, dtype=torch.float64)

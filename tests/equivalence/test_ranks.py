@@ -1,4 +1,4 @@
-"""A run under torchrun returns its result and its weights at the ranks that `gather` names."""
+"""Tests that a run under torchrun returns its result and its weights at the ranks that `gather` names."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def _train_in_a_region(training: Training) -> tuple[RunResult, bool]:
 
 
 def test_a_run_in_a_region_of_autocast_is_one_with_autocast(farm: Farm) -> None:
-    """Local workers must not ignore the region. Ranks must not use the first weights, cast to bfloat16, for
-    the whole run."""
+    """Local workers must not ignore the region. Ranks must not use their first casts of the weights to
+    bfloat16 for the whole run.
+    """
     training = Training("cnn", 2, torch.float32, num_minibatches=4)
     inside = farm.results(_train_in_a_region, training, num_ranks=2)
     results = farm.results(train_in_pipeline, replace(training, autocast="bfloat16"), num_ranks=2)
@@ -95,7 +96,7 @@ def test_every_rank_has_the_same_result_but_for_the_times_that_rank_0_keeps(farm
 
 
 class _PullsToTheStart(torch.optim.SGD):
-    """Decays towards the values that the parameters had when the optimizer was made, as fine-tuning may."""
+    """Decays towards the values that the parameters had when the optimizer was made, as in fine-tuning."""
 
     num_made = 0
 
@@ -150,7 +151,7 @@ def _train_in_a_line(training: Training, gather: str) -> tuple[RunResult, State]
 @pytest.mark.parametrize("gather", ["rank0", "all", "none"])
 def test_weights_and_results_are_handed_on_by_ranks_in_between(farm: Farm, gather: str) -> None:
     training = Training("cnn", 3)
-    outcomes = farm.results(_train_in_a_line, training, gather, num_ranks=4)  # the last has no stage
+    outcomes = farm.results(_train_in_a_line, training, gather, num_ranks=4)  # the last rank has no stage
     expected, expected_state = train_by_reference(training)
     for rank, (result, state) in enumerate(outcomes):
         assert_close_losses(result.losses, expected.losses, 1e-9)
@@ -166,8 +167,8 @@ def test_weights_and_results_are_handed_on_by_ranks_in_between(farm: Farm, gathe
             if not torch.equal(state[name], expected_state[name])
         }
         if gather != "all" and rank > 0:
-            # This rank's model keeps the initial weights of other stages, because the rank only passes
-            # trained weights on.
+            # This rank only passes trained weights on. So its model keeps the initial weights of other
+            # stages.
             assert left
     assert [replace(r, spans=[], transfers=[]) for r, _ in outcomes[1:]] == [
         replace(outcomes[0][0], spans=[], transfers=[])
@@ -292,8 +293,8 @@ def _train_and_count_moves(folder: Path | None) -> int:
 def test_a_model_moves_back_only_where_its_user_has_it(
     farm: Farm, is_users: bool, num_moves: int, tmp_path: Path
 ) -> None:
-    # A local worker has only a copy of the model, and its weights go to the caller by the folder. So the copy
-    # is not moved back.
+    # A local worker has only a copy of the model, and writes its weights to a folder for the caller. So the
+    # copy is not moved back.
     folder = None if is_users else tmp_path
     assert farm.results(_train_and_count_moves, folder, num_ranks=1) == [num_moves]
     assert (
@@ -302,7 +303,7 @@ def test_a_model_moves_back_only_where_its_user_has_it(
 
 
 def _train_as_planned(training: Training, plan: Plan, **options: Any) -> tuple[RunResult, State]:
-    """Gives the plan to rank 0 only, as if rank 0 had profiled."""
+    """Trains. Only rank 0 has the plan, as if only rank 0 had profiled."""
     model = training.model()
     plan = plan if is_rank_0() else Plan.straight(plan.num_layers, 1)
     result = pipedream.run(model, plan, **training.options() | {"progress": False} | options)

@@ -1,5 +1,7 @@
-"""run(schedule="flush") of networks of transformers and torchvision equals a plain loop. Skipped where the
-libraries are not installed; test_any_module.py tests small models with the same special parts."""
+"""Tests that run(schedule="flush") of networks of transformers and torchvision equals a plain loop. The tests
+are skipped if the libraries are not installed. test_any_module.py tests small models with the same special
+parts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from training import assert_close_losses
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 _NUM_MINIBATCHES = 3
-_RELATIVE = 1e-4  # float32, and sums in another order
+_RELATIVE = 1e-4  # allows for float32 sums in another order
 
 
 def _train(name: str, plan: Plan) -> list[float]:

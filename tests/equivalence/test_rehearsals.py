@@ -1,4 +1,6 @@
-"""Each worker rehearses only its own stages, with rank 0's weights and the outputs of the stage upstream."""
+"""Tests that each worker rehearses only its own stages, with rank 0's weights and the outputs of the stage
+upstream.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ numbers, but not this list.
 class _AtHome(nn.Module):
     """Runs only in the process of its own worker, like a kernel that only one device has.
 
-    Passes on its input, and an index that counts the layers.
+    Returns its input, and an index that counts the layers.
     """
 
     def __init__(self, layer_index: int, worker: int) -> None:
@@ -50,7 +52,7 @@ def _mean(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def _train(plan: Plan, width: int, **options: Any) -> tuple[list[float], list[int]]:
-    """Returns (losses, number of forwards of each layer in this process)."""
+    """Returns the losses, and the number of forwards of each layer in this process."""
     _FORWARDS.clear()
     model = nn.Sequential(
         *(_AtHome(i, worker) for i, worker in enumerate(map(plan.placement.rank_of, range(plan.num_stages))))
@@ -80,7 +82,7 @@ _INTERLEAVED = Plan.straight(4, 4, num_workers=2)
     [
         (_STRAIGHT, 8, {}),
         (_INTERLEAVED, 8, {"schedule": "interleaved", "microbatches": 1}),
-        # A value of 8 MiB is more than the links hold at once.
+        # A value of 8 MiB is more than the links can hold.
         (_INTERLEAVED, 1 << 20, {"schedule": "interleaved", "microbatches": 1}),
     ],
     ids=["straight", "interleaved", "interleaved and wide"],
@@ -97,7 +99,9 @@ def test_a_worker_rehearses_its_own_layers_and_no_others(
 
 
 class _Remembering(nn.Module):
-    """Adds the mean of its last output, which it keeps in an attribute that a recompute does not restore."""
+    """Adds the mean of its previous output, which it keeps in an attribute that a recompute does not
+    restore.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +127,8 @@ class _Drawing(nn.Module):
 
 def _train_with(layer: nn.Module, num_stages: int = 2, **options: Any) -> Any:
     torch.manual_seed(1)
-    wide = [nn.Linear(16, 512), layer, nn.Linear(512, 16)]  # where a recompute saves something
+    # Wide inside the stage, so that a recompute saves memory.
+    wide = [nn.Linear(16, 512), layer, nn.Linear(512, 16)]
     model = nn.Sequential(*wide, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     return pipedream.run(
         model,
@@ -143,7 +148,7 @@ def test_a_stage_whose_forward_cannot_be_done_again_is_not_recomputed(farm: Farm
         said = str(outcome.error)
         assert said.startswith("recompute names stage 0 (rank 0), whose forward gives something else when")
         assert "\n" not in said
-    # And it may be left out.
+    # The stage may be left out of `recompute`.
     result = farm.results(_train_with, layer, num_ranks=2, recompute=[1])[0]
     assert result.recompute == [False, True]
 

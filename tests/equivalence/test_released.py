@@ -1,5 +1,6 @@
-"""A run that has ended keeps no object alive, even before a garbage collection, because its pool may be most
-of a GPU's memory."""
+"""Tests that a run that has ended keeps no object alive, even before a garbage collection. Its pool may be
+most of a GPU's memory.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def _fails_at_minibatch_3(outputs: Tensor, targets: Tensor) -> Tensor:
 def _what_is_left(loss_fn: Any, **options: Any) -> tuple[str, list[str]]:
     """Trains twice. Returns how the second run ended, and which of its objects are still alive.
 
-    The first run is not checked: torch imports modules in it, which keeps its frames alive until a garbage
+    The first run is not checked. torch imports modules in it, which keep its frames alive until a garbage
     collection.
     """
     _what_is_left_of_one(nn.functional.mse_loss, **options)
@@ -139,8 +140,8 @@ class _Last(nn.Module):
     ids=str,
 )
 def test_nothing_is_left_of_a_run_that_has_ended(farm: Farm, options: dict[str, Any]) -> None:
-    # If runners held their own bound methods, there would be reference cycles, and the weights of a run would
-    # stay in memory after the run.
+    # Runners must not hold their own bound methods. The reference cycles would keep the weights in memory
+    # after the run.
     for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=2, **options):
         assert (end, left) == ("done", [])
 
@@ -153,8 +154,8 @@ def test_nothing_is_left_of_a_run_that_has_ended(farm: Farm, options: dict[str, 
 def test_nothing_is_left_of_a_run_with_replicas_that_has_ended(
     farm: Farm, replicas: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    # If hooks of leaf tensors led back to these tensors, the whole core of each run would stay, with its
-    # threads.
+    # Hooks of leaf tensors must not lead back to these tensors. Otherwise the whole core of each run would
+    # stay, with its threads.
     options = {"replicas": replicas, **options}
     for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=sum(replicas), **options):
         assert (end, left) == ("done", [])
@@ -179,8 +180,10 @@ def _resident_bytes() -> int:
 
 
 def _growth_of_runs() -> int:
-    """Trains three times. Returns the resident bytes that the second and the third run have added."""
-    model = nn.Sequential(nn.Linear(2048, 2048, bias=False))  # 16 MiB
+    """Trains three times. Returns by how many resident bytes the second and the third run have grown the
+    process.
+    """
+    model = nn.Sequential(nn.Linear(2048, 2048, bias=False))  # its weight has 16 MiB
     plan = Plan(Plan.straight(1, 1).stages, in_flight=(4,))
     data = [(torch.rand(1, 2048), torch.rand(1, 2048))]
     optimizer = functools.partial(pipedream.optim.SGD, lr=0.01)
@@ -196,4 +199,4 @@ def _growth_of_runs() -> int:
 
 def test_the_next_run_has_the_memory_of_the_one_before(farm: Farm) -> None:
     (growth,) = farm.results(_growth_of_runs, num_ranks=1)
-    assert growth < 64 << 20  # four versions in each of the two later runs would be 128 MiB
+    assert growth < 64 << 20  # two later runs with four versions each would add 128 MiB

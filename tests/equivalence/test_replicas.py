@@ -1,5 +1,6 @@
-"""Replicated stages give the oracle's numbers with every plan, schedule and optimizer that allows
-replicas."""
+"""Tests that replicated stages give the oracle's numbers with every plan, schedule and optimizer that allows
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from training import (
 )
 
 _PLANS = [(2, 1), (1, 2), (3, 1), (2, 2), (2, 1, 1), (1, 2, 1), (3, 2)]
-_FLOAT16 = 1e-5  # relative, of float32 gradients that come out of float16
+_FLOAT16 = 1e-5  # relative tolerance for float32 gradients that were computed in float16
 _NAMES = ["-".join(map(str, plan)) for plan in _PLANS]
 
 
@@ -44,7 +45,8 @@ def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training
 def test_a_plan_with_replicas_gives_the_references_result(
     farm: Farm, case_name: str, replicas: tuple[int, ...]
 ) -> None:
-    # With 7 minibatches, the last round of 2 or 3 replicas is short.
+    # With 7 minibatches, the last round of 2 or 3 replicas is incomplete. A round is the minibatches of one
+    # update.
     result, _ = assert_equals_reference(farm, _training(case_name, replicas))
     assert len(result.worker_names) == sum(replicas)
 
@@ -80,7 +82,7 @@ def test_other_schedules_give_the_references_result(
     assert_equals_reference(farm, _training("cnn", replicas, schedule=schedule))
 
 
-# A round has 6 minibatches, several for each replica. The last round has from 1 to 5 of them.
+# A round has 6 minibatches, several for each replica. The last round has between 1 and 5 of them.
 @pytest.mark.parametrize("num_minibatches", [1, 3, 4, 5, 9, 11])
 @pytest.mark.parametrize("replicas", [(2, 3), (3, 2)], ids=["2-3", "3-2"])
 def test_a_short_round_of_several_minibatches_each_gives_the_references_result(
@@ -166,7 +168,7 @@ def test_an_optimizer_that_needs_whole_tensors_has_them(farm: Farm) -> None:
 
 
 class _OfWholeTensors(torch.optim.SGD):
-    """A subclass may look at whole tensors, so its shards are whole tensors."""
+    """A subclass of SGD. Its step() might read whole tensors, so its shards are whole tensors."""
 
 
 @pytest.mark.parametrize(
@@ -181,12 +183,12 @@ class _OfWholeTensors(torch.optim.SGD):
 def test_whole_tensors_of_unequal_sizes_wait_for_fewer_slots_than_there_are(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
-    """Each slot holds the largest tensor. As many slots as one round needs are enough."""
+    """Each slot is as large as the largest tensor. As many slots as one round needs are enough."""
     optimizer = functools.partial(_OfWholeTensors, lr=0.05, momentum=0.9)
     assert_equals_reference(farm, _training("transformer", replicas, optimizer=optimizer, **how))
 
 
-# The norm is that of all stages if the schedule drains. Otherwise each stage has a norm of its own.
+# If the schedule drains, there is one norm for all stages. Otherwise each stage has its own norm.
 _OF_NORMS = [
     *((schedule, (3, 2)) for schedule in ("flush", "gpipe", "pipedream", "vertical_sync", "naive")),
     ("flush", (2, 1)),
@@ -194,8 +196,7 @@ _OF_NORMS = [
 ]
 
 
-# The norm of every round is far above 0.02, so the gradients of all rounds are clipped. Adam would hide a
-# wrong divisor.
+# The norm of every round is far above 0.02, so all gradients are clipped. Adam would hide a wrong divisor.
 @pytest.mark.parametrize(("schedule", "replicas"), _OF_NORMS, ids=str)
 def test_the_mean_of_a_rounds_gradients_is_clipped(
     farm: Farm, schedule: str, replicas: tuple[int, ...]
@@ -262,7 +263,7 @@ def test_parameters_that_are_tied_within_the_only_stage_have_one_gradient(farm: 
 
 
 class _HalfFrozen(nn.Module):
-    """In some minibatches its second layer has no gradient."""
+    """A module whose second layer has no gradient in some minibatches."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
@@ -275,13 +276,17 @@ class _HalfFrozen(nn.Module):
 
 
 class _WholeTensorSGD(torch.optim.SGD):
-    """Gets whole tensors, as any optimizer that is not known to work by element."""
+    """A subclass of SGD. It gets whole tensors, as any optimizer does that is not known to work element by
+    element.
+    """
 
 
 def _half_frozen(
     used: list[bool], fills: bool
 ) -> tuple[nn.Sequential, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """fills: whether each gradient fills a chunk of whole tensors."""
+    """Returns a model and its minibatches. `fills` is whether each gradient fills a chunk of whole
+    tensors.
+    """
     torch.manual_seed(0)
     width = 8 if fills else 3
     model = nn.Sequential(_HalfFrozen(width, not fills), nn.Linear(width, width, not fills)).double()
@@ -322,8 +327,9 @@ def test_a_parameter_without_a_gradient_at_any_replica_is_not_updated_and_a_miss
 
 
 class _WeightOfViews(nn.Module):
-    """Sums views of its parameters. The gradients of such parameters lie in the memory of the sum's gradient,
-    and the backward still needs that for the other parameters."""
+    """Sums views of its parameters. Their gradients lie in the memory of the sum's gradient. The backward
+    still needs that memory for the other parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,8 +415,8 @@ def test_epochs_do_not_end_a_round(farm: Farm) -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),
-    # A reader holds a group of minibatches beside those in flight. The last of these plans hangs if there are
-    # too few places for them.
+    # A reader holds a group of minibatches besides those in flight. The last of these plans hangs if there is
+    # room for fewer.
     [((2, 2), 1), ((1, 2, 1), 1), ((1, 2), 3)],
     ids=["2-2", "1-2-1", "1-2 with 3 microbatches"],
 )
@@ -446,7 +452,7 @@ def _pushed_case(codec: str, grows: bool) -> tuple[nn.Sequential, list[tuple[tor
     inputs, hidden, outputs = (350, 700, 450) if codec.startswith("topk") else (70, 90, 30)
     model = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
     sizes = [4] * (3 * 4 - 1)
-    if grows:  # in the third round
+    if grows:  # a larger minibatch in the third round
         sizes[7] = 5
     return model, [(torch.randn(n, inputs).double(), torch.randn(n, outputs).double()) for n in sizes]
 
@@ -463,7 +469,7 @@ def _train_with_encoded_pushes(
         loss_fn=nn.functional.mse_loss,
         optimizer=functools.partial(torch.optim.SGD, lr=0.5),
         codec={"pushes": codec},
-        memory="1GiB",  # without it a plan of one stage does not look at sizes
+        memory="1GiB",  # without a limit a plan of one stage does not check sizes
         seed=1,
         progress=False,
     )
@@ -484,7 +490,7 @@ def _train_with_encoded_pushes(
 def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gradients(
     farm: Farm, codec: str, num_spares: int, grows: bool
 ) -> None:
-    """grows: whether a larger minibatch makes the run plan its memory again."""
+    """`grows` is whether a larger minibatch makes the run plan its memory again."""
     ranks = 3 + num_spares
     losses, state = farm.results(_train_with_encoded_pushes, codec, num_spares, grows, num_ranks=ranks)[0]
     model, data = _pushed_case(codec, grows)
@@ -503,7 +509,7 @@ def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gr
             expected.append(loss.item())
             gradients = [g.flatten() for g in torch.autograd.grad(loss, parameters)]
             for chunk in layout.chunks:
-                content = torch.zeros(chunk.num_bytes // 8).double()  # gaps between parameters included
+                content = torch.zeros(chunk.num_bytes // 8).double()  # with the gaps between parameters
                 for piece in chunk.pieces:
                     of_piece = gradients[piece.parameter][piece.first : piece.first + piece.count]
                     content[piece.begin_bytes // 8 :][: piece.count] = of_piece
@@ -519,7 +525,7 @@ def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gr
     assert_close_state(state, model.state_dict(), 1e-9)
 
 
-# Replicas with sync="allreduce". An all-reduce does not add gradients in the order of the replicas.
+# ---- Replicas with sync="allreduce". An all-reduce does not add gradients in the order of the replicas ----
 
 
 @pytest.mark.parametrize("replicas", _PLANS, ids=_NAMES)
@@ -587,7 +593,7 @@ def test_each_replica_that_reduces_together_has_the_whole_state(farm: Farm) -> N
     assert states == [straight.memory[0]["optimizer state of torch"]["peak"]] * 2
 
 
-# Kept alike once in some rounds.
+# ---- Replicas that take the mean of their weights once in several rounds ----
 
 
 @pytest.mark.parametrize("sync_every", [2, 3])

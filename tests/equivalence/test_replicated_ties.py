@@ -1,7 +1,7 @@
-"""Stages with replicas that share parameters give the oracle's numbers.
+"""Tests that stages with replicas that share parameters give the oracle's numbers.
 
-All uses in a minibatch read one version. In each round the owner makes one update with the gradients of all
-uses.
+All uses in a minibatch read one version. In each round of minibatches the owner makes one update with the
+gradients of all uses.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_short_rounds_and_their_end_give_the_references_result(farm: Farm, num_m
         ((2, 1), {"recompute": True}),
         ((1, 2), {"dtype": torch.float32}),
     ],
-    ids=lambda value: "-".join(map(str, value)),  # of a plan its replicas, of options their names
+    ids=lambda value: "-".join(map(str, value)),  # names a plan by its replicas, and options by their names
 )
 def test_what_else_replicas_may_have_gives_the_references_result(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
@@ -83,7 +83,7 @@ def test_native_optimizers_write_their_pieces_of_what_is_tied(farm: Farm) -> Non
 
 
 class _Mix(nn.Module):
-    """Uses parameters of other layers beside one of its own."""
+    """Uses a parameter of its own, and parameters of other layers."""
 
     def __init__(self, width: int, others: list[nn.Linear]) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Mix(nn.Module):
 
 
 def _crossed(width: int) -> nn.Sequential:
-    """Stage 0 shares parameters with stages 1 and 2, and stage 1 with stage 2.
+    """Returns a model in which stage 0 shares parameters with stages 1 and 2, and stage 1 with stage 2.
 
     So stage 0 is an owner, stage 1 an owner and a user, and stage 2 a user of two owners.
     """
@@ -155,7 +155,7 @@ def test_stages_that_own_and_use_have_each_owners_rounds(
     ids=["clipped", "whole tensors"],
 )
 def test_what_is_tied_is_cut_into_several_chunks_of_each_shard(farm: Farm, how: dict[str, Any]) -> None:
-    width = 800  # a layer has 5 MiB, a chunk 1 MiB
+    width = 800  # so that a layer has 5 MiB, which are several chunks of 1 MiB
     losses, state = farm.results(_train_crossed, (2, 1, 1), width, how, num_ranks=4)[0]
     expected, expected_state = _train_crossed((2, 1, 1), width, how, by_reference=True)
     assert_close_losses(losses, expected, 1e-9)
@@ -222,7 +222,8 @@ def test_replicas_that_update_alone_share_with_as_many_of_another_stage(farm: Fa
     ],
     ids=lambda value: "-".join(map(str, value)),
 )
-@pytest.mark.parametrize("num_minibatches", [8, 11])  # with a mean at the end of the run or after it
+# The last mean may belong to the last round, or be made after the run.
+@pytest.mark.parametrize("num_minibatches", [8, 11])
 def test_what_is_tied_is_kept_alike_with_the_rest_once_in_some_rounds(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any], num_minibatches: int
 ) -> None:

@@ -1,5 +1,6 @@
-"""Labels of -100 are ignored. With microbatches, a loss that is a mean over the other labels is refused
-unless weight_fn is given."""
+"""Tests labels of -100, which are ignored. With microbatches, a loss that is a mean over the other labels is
+refused unless weight_fn is given.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ class CausalModel(nn.Module):
 
 
 def _labels(valid: list[int]) -> Tensor:
-    """Returns a minibatch whose samples have so many valid labels each. The valid labels are the last of
-    their sample, as after a prompt.
+    """Returns a minibatch. `valid` has the number of valid labels of each sample. They are the last labels of
+    the sample, as after a prompt.
     """
     generator = torch.Generator().manual_seed(3)
     labels = torch.randint(_VOCABULARY, (len(valid), _LENGTH), generator=generator)
@@ -90,7 +91,8 @@ def _train(data: list[Any], *, is_shifted: bool = True, **options: Any) -> list[
     ("is_shifted", "valid", "minibatch"),
     [
         (True, [[4, 2, 6, 5]], 0),
-        (True, [[6, 6, 6, 6], [6, 6, 0, 0]], 1),  # later, and a microbatch without any
+        # Refused at a later minibatch, which has a microbatch without valid labels.
+        (True, [[6, 6, 6, 6], [6, 6, 0, 0]], 1),
         (True, [[3, 5]], 0),  # one sample in a microbatch
         (False, [[4, 2, 6, 5]], 0),
     ],

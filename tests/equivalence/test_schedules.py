@@ -1,4 +1,5 @@
-"""Every schedule, over separate processes and ZeroMQ, gives the oracle's numbers, with every option of run().
+"""Tests that every schedule, over separate processes and ZeroMQ, gives the oracle's numbers, with every
+option of run().
 
 Each run must also read the right versions, and no memory term may exceed its prediction.
 """
@@ -44,19 +45,19 @@ SCHEDULES = (*DELAYED, *DRAINING)
 _MODELS = ("mlp", "cnn", "transformer", "tied", "tied_apart", "dropout", "lstm", "frozen")
 _AUTOCAST_MODELS = ("mlp", "cnn", "transformer", "tied", "tied_apart", "frozen")
 
-# Interleaved has two workers here, so the number of stages is even, or one.
+# Interleaved has two workers in these tests, so the number of stages is even, or one.
 _STAGE_COUNTS = {schedule: (1, 2, 4) if schedule == "interleaved" else (1, 2, 3, 4) for schedule in SCHEDULES}
 
 
 def _microbatch_counts(schedule: str, num_stages: int) -> tuple[int, ...]:
-    """2bw needs at least as many microbatches as are in flight. 6 samples in 4 or 5 microbatches make 3
-    pieces, so 1 or 2 are empty.
+    """Returns the numbers of microbatches to test. 2bw needs at least as many as are in flight. 6 samples in
+    4 or 5 microbatches make 3 pieces, so 1 or 2 are empty.
     """
     return (num_stages, num_stages + 1, 6) if schedule == "2bw" else (1, 2, 4)
 
 
 def _training(case_name: str, num_stages: int, schedule: str, microbatches: int, **options: Any) -> Training:
-    # The last minibatch has half the samples, if these are enough for the microbatches.
+    # The last minibatch has half the samples, if they are enough for the microbatches.
     short_last = microbatches <= BATCH // 2
     given: dict[str, Any] = {
         "short_last": short_last,
@@ -82,8 +83,7 @@ _NATIVE: dict[str, tuple[Any, Any]] = {
 
 
 def _optimizer_pairs() -> dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Any]]:
-    """Returns pairs (the reference's optimizer, the pipeline's optimizer). None: the pipeline uses the
-    reference's."""
+    """Returns the reference's and the pipeline's optimizer for each name. None stands for the reference's."""
     plain = {name: (optimizer, None) for name, optimizer in OPTIMIZERS.items()}
     return plain | {f"native {name}": pair for name, pair in _NATIVE.items()}
 
@@ -93,14 +93,14 @@ _STEP_LR = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma
 _ONE_CYCLE = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20)
 _LR_SCHEDULERS = {"constant": None, "StepLR": _STEP_LR, "OneCycleLR": _ONE_CYCLE}
 
-# The tolerance with autocast. The oracle computes the very same bits, and one wrong bit in the precision of
-# autocast would be a larger difference.
+# This is the tolerance with autocast. The oracle computes exactly the same bits, and a single wrong bit in
+# autocast's precision would be a larger difference.
 _SAME_BITS = 1e-6
 
 _FACTORS: dict[str, Sequence[Any]] = {
     "schedule": SCHEDULES,
     "num_stages": (1, 2, 3, 4),
-    "count": (0, 1, 2),  # the position in _microbatch_counts
+    "count": (0, 1, 2),  # position in _microbatch_counts
     "case_name": _MODELS,
     "optimizer": tuple(_optimizer_pairs()),
     "precision": ("float64", "float32", "bfloat16", "float16"),
@@ -112,8 +112,8 @@ _FACTORS: dict[str, Sequence[Any]] = {
 
 
 def _is_allowed(row: Row) -> bool:
-    """Whether both sides compute the row alike. Below float64 they must use the same operators in the same
-    order.
+    """Returns whether both sides can compute the row alike. Below float64 they must use the same operators in
+    the same order.
     """
     if row.get("num_stages", 1) not in _STAGE_COUNTS[row.get("schedule", "pipedream")]:
         return False
@@ -125,10 +125,10 @@ def _is_allowed(row: Row) -> bool:
     ):
         return False
     if optimizer == "adagrad" and row.get("lr_scheduler") == "OneCycleLR":
-        return False  # it has no momentum to change
+        return False  # Adagrad has no momentum to change
     # Norms are summed in another order, and native optimizers round differently. Some gradients are only
     # rounding errors: that of a bias before a batch norm, and that of an attention's key. An optimizer that
-    # divides by a gradient's size makes large steps of such errors.
+    # divides by a gradient's size makes large steps of these.
     rounds_otherwise = row.get("max_grad_norm") is not None or optimizer.startswith("native")
     has_such_gradients = row.get("case_name") in ("cnn", "transformer")
     return not ("ada" in optimizer and rounds_otherwise and has_such_gradients)
@@ -196,17 +196,16 @@ def test_every_pair_of_options_equals_the_reference(farm: Farm, row: Row) -> Non
     ids=["StepLR", "OneCycleLR", "max_grad_norm", "autocast"],
 )
 def test_an_option_changes_what_the_reference_computes(options: dict[str, Any], schedule: str) -> None:
-    # If an option changed nothing, a pipeline that ignores the option would pass.
+    # An option must change the result. Otherwise a pipeline that ignores the option would pass.
     training = _training("cnn", 2, schedule, 2, dtype=torch.float32)
     plain, _ = train_by_reference(training)
     assert train_by_reference(replace(training, **options))[0].losses[1:] != plain.losses[1:]
 
 
 def _tied_chunks(how: str) -> nn.Sequential:
-    """Returns four layers, the first and the third of which share a weight, or are the same layer.
+    """Returns four layers. The first and the third share a weight, or are the same layer.
 
-    With "weight of both workers" the last layer shares the weight too. That layer belongs to the other
-    worker.
+    With "weight of both workers" the last layer, which belongs to the other worker, shares the weight too.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
@@ -262,7 +261,8 @@ def test_updates_that_overflow_float16_are_skipped_as_by_the_reference(
         "mlp",
         num_stages,
         torch.float32,
-        functools.partial(CountingSGD, lr=0.05 / 16, momentum=0.9),  # makes up for the factor of the loss
+        # 1/16 makes up for the factor of the loss.
+        functools.partial(CountingSGD, lr=0.05 / 16, momentum=0.9),
         loss_factor=16.0,
         num_minibatches=12,
         schedule=schedule,
@@ -278,7 +278,7 @@ def test_updates_that_overflow_float16_are_skipped_as_by_the_reference(
 
 
 class _Spoil(torch.autograd.Function):
-    """Passes a value on. The weight's gradient is 1, or infinite in the backwards that `at` names."""
+    """Returns its input. The weight's gradient is 1, or infinite in the backwards that `at` names."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -290,7 +290,7 @@ class _Spoil(torch.autograd.Function):
         layer = ctx.layer
         is_spoilt = layer.num_backwards in layer.at
         layer.num_backwards += 1
-        # Both cases use the same operators, because memory is predicted from a backward that is not spoilt.
+        # Both cases use the same operators, because memory is predicted from a normal backward.
         slope = gradients[0].sum().reshape(1) * (float("inf") if is_spoilt else 1.0)
         return gradients[0], slope, None
 
@@ -303,7 +303,7 @@ class _SpoiltLayer(nn.Module):
         self.num_backwards = 0
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        # The weight is also a factor of the output, so the losses tell which updates were made.
+        # The weight is also a factor of the output, so the losses show which updates were made.
         output: torch.Tensor = _Spoil.apply(value, self.weight, self)  # type: ignore[no-untyped-call]
         return output * (1 - 1e-6 * self.weight.detach())
 
@@ -316,8 +316,8 @@ def _spoilt(at: list[tuple[int, ...]], schedule: str) -> tuple[Any, Any, dict[st
     """Returns model, plan and arguments. There is one stage for each layer, and two microbatches in each
     minibatch.
 
-    at: for each layer, the backwards to spoil, counted by microbatches. A rehearsal leaves the count as it
-    was.
+    `at` names for each layer the backwards to spoil, counted by microbatches. A rehearsal does not change the
+    count.
     """
     model = nn.Sequential(*(_SpoiltLayer(of_layer) for of_layer in at))
     options = {
@@ -348,7 +348,7 @@ def test_an_overflow_of_one_stage_skips_what_the_reference_skips(
     _assert_skips_as_the_reference(farm, at, schedule)
 
 
-# The first worker has stages 0 and 2, the second has stages 1 and 3.
+# The first worker has stages 0 and 2, and the second has stages 1 and 3.
 @pytest.mark.parametrize("stages", [(0,), (2,), (3,), (0, 2), (1, 2)], ids=str)
 def test_an_overflow_of_one_of_a_workers_stages_skips_what_the_reference_skips(
     farm: Farm, stages: tuple[int, ...]
@@ -366,7 +366,7 @@ def _assert_skips_as_the_reference(farm: Farm, at: list[tuple[int, ...]], schedu
     model, plan, options = _spoilt([()] * len(at), schedule)
     reference.run(model, plan, **options)
     with pytest.raises(AssertionError):
-        assert_close_state(state, model.state_dict(), _SAME_BITS)  # in that run nothing was skipped
+        assert_close_state(state, model.state_dict(), _SAME_BITS)  # nothing is skipped in that run
 
 
 # Data.
@@ -377,8 +377,8 @@ def _assert_skips_as_the_reference(farm: Farm, at: list[tuple[int, ...]], schedu
 def test_microbatches_are_torchs_chunks_and_count_by_their_samples(
     farm: Farm, case_name: str, schedule: str
 ) -> None:
-    # In 4 microbatches, 5 samples are cut into 2, 2, 1 and 0; 4 samples into 1 each; 6 samples into 2, 2, 2
-    # and 0.
+    # In 4 microbatches, 5 samples are cut into 2, 2, 1 and 0. 4 samples are cut into 1 each, and 6 samples
+    # into 2, 2, 2 and 0.
     training = _training(case_name, 2, schedule, 4)
     data = [
         (inputs[:size], targets[:size])
@@ -423,7 +423,7 @@ class _Sleep:
     """A forward hook that sleeps up to longest_ms milliseconds in the forward, and again in the backward."""
 
     def __init__(self, longest_ms: float, seed: str) -> None:
-        self._random = random.Random(seed)  # its own: torch's draws are part of the result
+        self._random = random.Random(seed)  # not torch's generator, whose draws are part of the result
         self._longest_s = longest_ms / 1e3
 
     def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -459,7 +459,8 @@ def _trainings(draw: st.DrawFn) -> tuple[Training, Any]:
     in_flight: tuple[int, ...] = ()
     if schedule != "interleaved" and draw(st.booleans()):
         sizes = st.lists(st.integers(1, 5), min_size=num_stages, max_size=num_stages)
-        in_flight = tuple(sorted(draw(sizes), reverse=True))  # one that rises downstream is refused
+        # A number that rises downstream would be refused.
+        in_flight = tuple(sorted(draw(sizes), reverse=True))
     fewest = (in_flight or (num_stages,))[0] if schedule == "2bw" else 1
     microbatches = draw(st.integers(fewest, BATCH))
     optimizer, native = _optimizer_pairs()[draw(st.sampled_from(sorted(_optimizer_pairs())))]
@@ -479,7 +480,7 @@ def _trainings(draw: st.DrawFn) -> tuple[Training, Any]:
         max_grad_norm=draw(st.sampled_from([None, 0.3])),
     )
     if training.num_minibatches == 1:
-        training = replace(training, short_last=False)  # the first minibatch is the largest
+        training = replace(training, short_last=False)  # the first minibatch must be the largest
     return training, native
 
 

@@ -1,4 +1,4 @@
-"""A user's script gives the same result in local workers and under torchrun."""
+"""Tests that a user's script gives the same result in local workers and under torchrun."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_scripts_give_the_same_losses_plainly_and_under_torchrun_whatever_they_s
         assert group["losses"] == expected[name]["losses"], name
         assert group["state"] == expected[name]["state"], name
         assert group["validation"] == expected[name]["validation"] != [], name
-        if name != "nothing":  # whose layers drop, and whose data are shuffled
+        if name != "nothing":  # that script has dropout, and its data are shuffled
             assert group["losses"][0] == pytest.approx(
                 group["first"], rel=1e-2 if name == "autocast" else 1e-6
             )
         without = [odd for odd, loss in group["without"].items() if loss == group["first"]]
         assert set(without) <= _OF_LATER_LOSSES, f"{without} of {name} change nothing"
-    # The script is imported by the caller, and by two workers of each run. Processes of a worker's DataLoader
-    # are forked, as in the caller, so they do not import it.
+    # The caller imports the script, and so do two workers of each run. Processes of a worker's DataLoader are
+    # forked, as in the caller, so they do not import it.
     imports = (tmp_path / "plain.json.imports").read_text(encoding="utf-8").split()
     assert len(imports) == 1 + 2 * len(found)
 

@@ -1,5 +1,5 @@
-"""Model, loss and data may hold parts of each other. They also share these parts in a worker, and the state
-of a loss comes back to the caller, as in a plain loop.
+"""Tests that model, loss and data may hold parts of each other. They also share these parts in a worker. The
+state of a loss comes back to the caller, as in a plain loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUM_MINIBATCHES = 6
 
 
 class _Centred(nn.Module):
-    """A loss that looks at a buffer of the model, and keeps a centre, a count and a queue of its own."""
+    """A loss that reads a buffer of the model, and keeps a centre, a count and a queue."""
 
     def __init__(self, norm: nn.BatchNorm1d) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _kept(loss_fn: _Centred) -> tuple[list[float], list[list[float]], int]:
 
 
 def _train(num_stages: int, **options: Any) -> tuple[list[float], Any]:
-    """Trains twice in a row with the same model and loss."""
+    """Trains twice in succession with the same model and loss."""
     model, loss_fn = _model_and_loss()
     losses = []
     for _ in range(2):
@@ -91,8 +91,8 @@ def _train_plainly() -> tuple[list[float], Any]:
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_loss_sees_the_models_buffer_and_its_own_state_comes_back(num_stages: int) -> None:
-    # The loss must see the current mean of the batch norm, and each run must begin with the centre at which
-    # the run before it ended.
+    # The loss must see the current mean of the batch norm. Each run must begin with the centre that the run
+    # before has left.
     assert _train(num_stages) == _train_plainly()
 
 
@@ -101,7 +101,8 @@ def test_ranks_bring_the_state_of_the_loss_to_where_the_weights_go(farm: Farm, g
     outcomes = farm.results(_train_once, gather, num_ranks=3)
     expected = _train_once("rank0", plainly=True)
     of_ranks = [kept == expected for kept in outcomes]
-    assert of_ranks == ([True] * 3 if gather == "all" else [True, False, True])  # the last one has it anyway
+    # The last rank computes the loss, so it has the state anyway.
+    assert of_ranks == ([True] * 3 if gather == "all" else [True, False, True])
 
 
 def _train_once(gather: str, *, plainly: bool = False) -> Any:
@@ -145,7 +146,7 @@ def _small() -> nn.Sequential:
 
 
 def test_a_sampler_asks_the_model_of_the_only_worker_as_in_a_plain_loop() -> None:
-    # The sampler must ask the model that is trained, not a copy with the initial weights.
+    # The sampler must ask the trained model, not a copy with the initial weights.
     model, plain = _small(), _small()
     result = pipedream.run(
         model,

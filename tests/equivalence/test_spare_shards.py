@@ -1,4 +1,6 @@
-"""Spare shards change no number: with them a plan gives the oracle's losses, weights and versions."""
+"""Tests that spares change no number: a plan with them gives the oracle's losses, weights and versions. A
+spare is a worker that owns a shard and computes no minibatches.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def test_older_versions_with_spare_shards_give_the_references_result(farm: Farm,
     [
         OPTIMIZERS["adam"],
         weight_decay_by_name,
-        functools.partial(torch.optim.Adafactor, lr=0.05),  # of whole tensors
+        functools.partial(torch.optim.Adafactor, lr=0.05),  # needs whole tensors
     ],
     ids=["adam", "by name", "whole tensors"],
 )
@@ -123,8 +125,8 @@ def test_what_the_caller_iterates_goes_to_replicas_alone() -> None:
 
 
 def test_a_shard_of_more_chunks_than_a_spare_has_slots_gives_the_references_result(farm: Farm) -> None:
-    # The spare has half of 12 MiB, which is three chunks. With Adafactor, shards have whole tensors, which
-    # are updated in one step.
+    # The spare has half of 12 MiB, which is three chunks. With Adafactor shards have whole tensors, which are
+    # updated in one step.
     for optimizer in (OPTIMIZERS["sgd"], functools.partial(torch.optim.Adafactor, lr=0.05)):
         results = farm.results(_train_wide, optimizer, (1,), num_ranks=3)
         losses, state = farm.results(_train_wide, optimizer, (0,), num_ranks=2)[0]
@@ -177,7 +179,7 @@ def test_what_owners_hold_and_exchange_is_as_their_shares(farm: Farm) -> None:
         p for layer in training.model()[stage.first_layer : stage.last_layer + 1] for p in layer.parameters()
     ]
     num_bytes = sum(p.nbytes for p in parameters)
-    # In each of 3 rounds every replica pushes what it does not own, and pulls as much.
+    # In each of 3 rounds every replica pushes what it does not own, and pulls as many bytes.
     payload = 3 * 3 * 2 * 0.8 * num_bytes
     assert payload < result.bytes_synced < 1.1 * payload
     # A spare keeps as many versions as a replica, but only of its own shard.
@@ -217,7 +219,7 @@ def test_a_rounds_gradients_wait_for_spares_only_where_the_next_round_can_begin(
         return farm.results(_planned_gradients, training, num_ranks=sum((*replicas, *spares)))[0]
 
     alone: dict[str, Any] = {"schedule": "data_parallel"}
-    # Chunks for a spare may have to be copied before they are sent. A replica's own shard is not copied.
+    # Chunks for a spare may need to be copied before they are sent. A replica's own shard is not copied.
     assert planned((2,), (1,), **alone) < 1.5 * planned((2,), (0,), **alone)
     assert planned((2, 1), (1, 0)) > 1.5 * planned((2, 1), (0, 0))
 

@@ -1,5 +1,6 @@
-"""A hook may switch batch norms between training and evaluation. The numbers are then right, or the run is
-refused in one line."""
+"""Tests hooks that switch batch norms between training and evaluation. The numbers are then right, or the run
+is refused in one line.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ def _run(hook: Any, plan: Plan, schedule: str) -> list[float]:
 
 @pytest.mark.parametrize("schedule", ["pipedream", "vertical_sync"])
 def test_a_norm_switched_with_minibatches_in_flight_is_refused(farm: Farm, schedule: str) -> None:
-    """The gradient would be wrong without a word, because torch reads running statistics again in the
-    backward."""
+    """torch reads running statistics again in the backward. Without the error the gradient would silently be
+    wrong.
+    """
     first, *_ = farm.run(_run, _switch, Plan.straight(6, 2), schedule, num_ranks=2)
     assert isinstance(first.error, ValueError), first
     assert "layer 1 was evaluated in minibatch 1 and trained in minibatch 2" in str(first.error)

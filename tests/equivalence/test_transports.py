@@ -1,5 +1,6 @@
-"""The same training runs by every transport, with keys, as if on several machines, and with codecs that
-round."""
+"""Tests the same training over every transport, with keys, as if on several machines, and with codecs that
+round.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ from training import (
     train_in_pipeline,
 )
 
-# The losses fall at this rate. If they exploded, the smallest difference would explode with them.
+# The losses fall at this rate. If they exploded, the smallest difference would grow with them.
 _SGD = functools.partial(torch.optim.SGD, lr=0.002, momentum=0.5)
 _TRAINING = Training("wide", 3, torch.float32, _SGD, short_last=True)
 _SHARED, _TCP, _CURVE, _IPC = "shared memory", "zmq/tcp", "zmq/tcp curve", "cuda ipc"
 
 
-_ON_ONE_HOST = _IPC if is_on_cuda() else _SHARED  # what "auto" takes
+_ON_ONE_HOST = _IPC if is_on_cuda() else _SHARED  # the transport that "auto" chooses
 
 
 def _train(farm: Farm, training: Training, num_ranks: int = 0, **options: Any) -> tuple[RunResult, State]:
@@ -75,7 +76,8 @@ def test_the_wire_is_reported_with_what_it_carried(exact: tuple[RunResult, State
     for channel in result.channels:
         (spec,) = boundaries[min(channel.sender, channel.receiver)].tensors
         assert channel.items == 7
-        assert channel.tensor_bytes == spec.num_bytes * 6 + spec.num_bytes // 2  # the last one is short
+        # The last minibatch has half the samples.
+        assert channel.tensor_bytes == spec.num_bytes * 6 + spec.num_bytes // 2
         assert channel.placed_bytes == 0
         assert channel.tensor_bytes < channel.wire_bytes
         assert channel.chunks >= channel.items
@@ -123,12 +125,15 @@ def test_every_item_is_known_once_at_both_ends_of_its_channel_and_arrives_after_
 
 
 def _assert_spans_of_a_track_follow_each_other(events: list[dict[str, Any]]) -> None:
-    """The trace format also allows nested spans on one track, but pipedream writes none."""
+    """Asserts that no span of a track begins before the previous one has ended. The trace format also allows
+    nested spans, but pipedream writes none.
+    """
     ends: dict[tuple[int, int], float] = {}
     for event in events:
         if event["ph"] == "X":
             track = (event["pid"], event["tid"])
-            assert ends.get(track, 0.0) <= event["ts"] + 1e-3  # microseconds, of whole nanoseconds
+            # Times are in microseconds, rounded to nanoseconds.
+            assert ends.get(track, 0.0) <= event["ts"] + 1e-3
             ends[track] = event["ts"] + event["dur"]
 
 
@@ -212,7 +217,7 @@ def test_machines_with_pairs_of_their_own_talk_to_each_other(
 
 
 def _own_address() -> str:
-    """An address of this machine that is not loopback."""
+    """Returns an address of this machine that is not loopback."""
     for _, name in socket.if_nameindex():
         try:
             address = resolve_bind(name)
@@ -271,8 +276,8 @@ def _train_and_note_ports(training: Training, **options: Any) -> tuple[list[floa
 
 
 def test_workers_listen_at_the_ports_of_their_range_alone(farm: Farm, exact: tuple[RunResult, State]) -> None:
-    """Rehearsal and training need ports at the same time: the training's links open while the rehearsal's
-    links close.
+    """Rehearsal and training need ports at the same time, because the training's links open while the
+    rehearsal's links close.
     """
     ports = free_ports(8)
     first, last = map(int, ports.split("-"))
@@ -296,7 +301,7 @@ def _assert_equals_codec_oracle(farm: Farm, training: Training, codec: Any, **op
     result, state = _train(farm, training, codec=codec, **options)
     losses, expected_state = _train_by_codec_oracle(training, codec)
     assert_same_numbers(result.losses, state, losses, expected_state, tolerance(training.dtype))
-    # Rounding must make a difference: otherwise a codec that is ignored would pass.
+    # Rounding must make a difference. Otherwise a codec that is ignored would pass.
     assert result.losses != train_by_reference(training)[0].losses
     assert_memory_as_predicted(result)
     return result
@@ -323,8 +328,8 @@ def test_a_codec_gives_the_numbers_of_the_same_rounding_in_one_process(
         Training("mlp", 4, torch.float32, schedule="flush", microbatches=3, short_last=False),
         Training("mlp", 3, schedule="2bw", microbatches=3, recompute=True, short_last=False),
         Training("cnn", 4, schedule="interleaved", microbatches=2),
-        # The first of these models has nested tensors, and a tensor that crosses twice. In the second, a
-        # stage returns no gradient. The third has tied parameters, which are sent without a codec.
+        # The first of these models has nested tensors, and a tensor that crosses twice. In the second a stage
+        # returns no gradient. The third has tied parameters, which are sent without a codec.
         Training("lstm", 3),
         Training("frozen", 3),
         Training("tied_apart", 3),
@@ -349,8 +354,9 @@ def test_pairs_of_stages_have_codecs_of_their_own(farm: Farm) -> None:
 
 
 def _encoded_bytes_of_run(codec: str, whole: int, short: int, dtype: torch.dtype) -> int:
-    """Encoded bytes of 7 minibatches; `whole` and `short` are the numbers of elements of the first six and of
-    the last."""
+    """Returns the encoded bytes of 7 minibatches. The first six have `whole` elements, and the last has
+    `short`.
+    """
     return 6 * encoded_bytes(codec, whole, dtype) + encoded_bytes(codec, short, dtype)
 
 
@@ -404,7 +410,7 @@ _HUGE = 64.0
 
 
 class _OverflowOracle(CodecOracle):
-    """Keeps whether each gradient that arrived was finite."""
+    """A codec oracle that records whether each received gradient was finite."""
 
     def __init__(self, codec: Any) -> None:
         super().__init__(codec)
@@ -437,10 +443,10 @@ def test_a_gradient_that_overflowed_before_int8_is_found_and_skipped_behind_it(f
 @pytest.mark.parametrize(
     ("codec", "relative"),
     [
-        # There are 28 roundings: 7 minibatches, 2 cuts and 2 directions. Each rounding errs by at most half a
-        # unit of the last place: 2^-9 of the value with bf16, 2^-12 with fp16, and 2^-8 of a block's largest
-        # value with int8. Here such a relative error of a tensor changes the loss by about the same relative
-        # error. A codec that scrambled tensors would be off by the loss itself.
+        # There are 28 roundings: 7 minibatches, 2 cuts and 2 directions. Each errs by at most half a unit of
+        # the last place: 2^-9 of the value with bf16, 2^-12 with fp16, and 2^-8 of a block's largest value
+        # with int8. A relative error of a tensor changes this loss by about the same relative error. A codec
+        # that scrambled tensors would be off by the loss itself.
         ("bf16", 28 * 2**-9),
         ("fp16", 28 * 2**-12),
         ("int8", 28 * 2**-8),
@@ -459,8 +465,8 @@ def test_codecs_of_gradients_leave_the_first_two_minibatches_as_they_were(
     farm: Farm, exact: tuple[RunResult, State]
 ) -> None:
     result, _ = _train(farm, _TRAINING, codec={"gradients": "topk:0.1"})
-    # Encoded gradients change the weights from the first update on. The second of three stages first reads
-    # such weights at minibatch 2, the first stage at minibatch 3. So the first two losses are exact.
+    # Encoded gradients change the weights from the first update on. The second of three stages reads such
+    # weights from minibatch 2 on, and the first stage from minibatch 3 on. So the first two losses are exact.
     assert result.losses[:2] == exact[0].losses[:2]
     assert result.losses[2:] != exact[0].losses[2:]
     assert all(math.isfinite(loss) for loss in result.losses)

@@ -1,5 +1,5 @@
-"""run(validation=...) measures what a plain loop would measure with the same weights, and does not disturb
-the training.
+"""Tests that run(validation=...) measures what a plain loop would measure with the same weights, and does not
+disturb the training.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def sum_of(outputs: Any, targets: Any) -> tuple[float, int]:
 
 
 def held_out(training: Training, every: str | int, **options: Any) -> pipedream.Validation:
-    """Returns validation data with more minibatches than an edge holds at once. They are larger than those of
-    the training, and the last is short."""
+    """Returns validation data with more minibatches than an edge holds at once. They are larger than the
+    training's, and the last one is short.
+    """
     batches = training.case.data(5, training.dtype, short_last=True)
     doubled = [tuple(torch.cat([part, part]) for part in batch) for batch in batches]
     return pipedream.Validation(doubled, {"sum": sum_of}, every=every, **options)
@@ -120,7 +121,7 @@ class Averaging(nn.Module):
 
 
 def train_with_averages(every: int | None, by: Any = pipedream.run) -> tuple[list[float], list[float], Any]:
-    """Returns the losses, the losses of the evaluations, and what forwards have written."""
+    """Returns the losses, the losses of the evaluations, and the values that forwards have written."""
     torch.manual_seed(0)
     model, loss_fn = nn.Sequential(nn.Linear(8, 8), Averaging(), nn.Linear(8, 4)), CentredLoss()
     validation = None if every is None else pipedream.Validation(_batches(3, 4, 1), every=every)
@@ -212,7 +213,7 @@ def test_the_eval_mode_forward_is_cut_by_itself_and_may_be_another_one(farm: Far
 
 
 def encoder_layers() -> nn.Module:
-    """Layers that torch computes by one fused kernel in eval mode."""
+    """Returns layers that torch computes by one fused kernel in eval mode."""
 
     class Encoder(nn.Module):
         def __init__(self) -> None:
@@ -381,7 +382,7 @@ def train_steered(training: Training) -> tuple[Any, list[float], Results]:
 
 
 def train_steered_plainly(training: Training) -> tuple[Any, list[float], Results]:
-    """With torch's own scheduler, and a loop that stops."""
+    """Trains with torch's own scheduler, in a loop that stops."""
     model = training.model()
     optimizer = training.optimizer(model.parameters())
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -431,7 +432,7 @@ class Unsendable:
 
     def __iter__(self) -> Iterator[Any]:
         with self.lock:
-            for index in torch.randperm(7).tolist():  # more than are handed over at once
+            for index in torch.randperm(7).tolist():  # more minibatches than are handed over at once
                 if self.num_read == self.fails_at:
                     raise OSError("the disk of the validation data is gone")
                 self.num_read += 1
@@ -467,13 +468,14 @@ def test_validation_data_that_cannot_be_sent_are_handed_over_by_the_caller() -> 
     assert [each.minibatch for each in result.validation] == [2, 4, 6, 8, 10]
     for found, wanted in zip(result.validation, expected.validation, strict=True):
         assert found.samples == wanted.samples == 84
-        assert found.loss == pytest.approx(wanted.loss, rel=1e-6)  # in another order
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-6)  # the losses are added in another order
         assert found.metrics["sum"] == pytest.approx(wanted.metrics["sum"], rel=1e-5)
 
 
 class _WaitingForCallback(pipedream.callbacks.Callback):
-    """Training data that are also a callback. Before minibatch 4 they wait until the callback has the figures
-    of the evaluation before minibatch 2."""
+    """Training data that are also a callback. Before they give minibatch 4, they wait until the callback has
+    the figures of the evaluation before minibatch 2.
+    """
 
     decides = False
 

@@ -1,5 +1,6 @@
-"""With weight_fn, microbatches count by something other than their samples, and together give the minibatch's
-loss."""
+"""Tests weight_fn. Microbatches then count by something other than their samples, and together they give the
+minibatch's loss.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from training import State, assert_close_losses, assert_close_state, state_of
 _IGNORED = -100
 _SGD = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.5)
 _PLAN = straight_plan(3, (1,))
-_RELATIVE = 1e-9  # in float64: two orders of the same arithmetic
+_RELATIVE = 1e-9  # allows for another order of float64 additions
 
 
 def _model() -> nn.Sequential:
@@ -27,8 +28,9 @@ def _model() -> nn.Sequential:
 
 
 def _data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Minibatches of 6 samples. The three microbatches of the first have 1, 2 and 0 valid targets. In the
-    second all targets are valid, in the third only one is."""
+    """Returns minibatches of 6 samples. The three microbatches of the first one have 1, 2 and 0 valid
+    targets. In the second all targets are valid, and in the third only one is.
+    """
     generator = torch.Generator().manual_seed(4)
     data = []
     for valid in ([0, 2, 3], range(6), [5]):

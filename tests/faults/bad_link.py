@@ -1,5 +1,5 @@
-"""A proxy for one TCP connection that cuts, stalls, delays or corrupts what it forwards. It has one thread
-for each direction.
+"""A proxy for one TCP connection that cuts, stalls, delays or corrupts the bytes that it forwards. It has one
+thread for each direction.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 
 __all__ = ["Proxy", "corrupt_at", "cut_after", "delay", "stall_after"]
 
-# Maps (bytes forwarded so far, the next bytes) to what is forwarded in their place. None: they are dropped.
+# Maps the number of bytes forwarded so far and the next bytes to the bytes to forward. None drops them.
 Mischief = Callable[[int, bytes], "bytes | None"]
 
 
@@ -31,7 +31,9 @@ def cut_after(num_bytes: int) -> Mischief:
 
 
 def stall_after(num_bytes: int) -> Mischief:
-    """Goes on reading, so that neither side sees a full socket, but forwards nothing more."""
+    """Returns a mischief that forwards nothing more after num_bytes. The proxy still reads, so that neither
+    side sees a full socket.
+    """
     has_stalled = False
 
     def mischief(num_forwarded: int, piece: bytes) -> bytes | None:
@@ -51,7 +53,7 @@ def delay(seconds: float) -> Mischief:
 
 
 def corrupt_at(position: int) -> Mischief:
-    """Inverts the byte at this position."""
+    """Returns a mischief that inverts the byte at this position."""
 
     def mischief(num_forwarded: int, piece: bytes) -> bytes:
         at = position - num_forwarded
@@ -63,7 +65,7 @@ def corrupt_at(position: int) -> Mischief:
 
 
 class Proxy:
-    """Forwards between whoever connects to `endpoint` and `target`, such as tcp://127.0.0.1:40001."""
+    """Forwards between a client of `endpoint` and `target`, such as tcp://127.0.0.1:40001."""
 
     def __init__(self, target: str, mischief: Mischief) -> None:
         host, port = target.removeprefix("tcp://").rsplit(":", 1)

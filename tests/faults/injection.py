@@ -33,14 +33,14 @@ from torch import Tensor, nn
 
 KINDS = ("kill", "stop", "full disk")
 _CLAIMED, _HAPPENED = "claimed", "happened"
-# The parts of file names that differ in every run.
+# These parts of file names differ in every run.
 _TOKENS = re.compile(r"\.[0-9a-f]+\.part\Z|(?<=removed-)[0-9a-f]+-")
 _CREATES = os.O_CREAT | os.O_WRONLY | os.O_RDWR
 
 
 @dataclass(frozen=True)
 class Injection:
-    """A fault, and the step at which it comes."""
+    """A fault, and the step at which it happens."""
 
     folder: str
     """The folder of notes."""
@@ -50,7 +50,7 @@ class Injection:
     step: str = ""
 
     def steps(self) -> list[str]:
-        """The steps of a run without a fault, each once."""
+        """Returns the steps of a run without a fault, each once."""
         listed = [path.read_text(encoding="utf-8").splitlines() for path in Path(self.folder).glob("steps-*")]
         return list(dict.fromkeys(step for of_rank in listed for step in of_rank))
 
@@ -59,7 +59,7 @@ class Injection:
         return Path(self.folder, _HAPPENED).exists()
 
     def claim(self) -> bool:
-        """Whether this worker is the first to reach the step. Only the first one has the fault."""
+        """Returns whether this worker is the first to reach the step. Only the first one has the fault."""
         try:
             os.close(os.open(Path(self.folder, _CLAIMED), os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -67,8 +67,8 @@ class Injection:
         return True
 
     def kill_stopped(self) -> None:
-        """Kills the process that the fault has stopped, as torchrun's agent does with the ranks that are
-        left.
+        """Kills the process that the fault has stopped, as torchrun's agent does with ranks that do
+        not end.
         """
         if self.kind == "stop" and self.has_happened:
             with contextlib.suppress(ProcessLookupError):
@@ -115,7 +115,9 @@ _hooks: _Hooks | None = None
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    """Tells the hooks of an operation on a file, before Python does it. An audit hook cannot be removed."""
+    """Tells the hooks of an operation on a file before Python does it. It stays installed, because an audit
+    hook cannot be removed.
+    """
     if _hooks is None:
         return
     if event == "open" and isinstance(args[0], (str, os.PathLike)):
@@ -190,7 +192,7 @@ class Program:
 
     @property
     def num_minibatches(self) -> int:
-        """Enough for three boundaries, the last of which is the end of the run."""
+        """Returns enough for three boundaries. The last one is the end of the run."""
         return 3 * max(self.replicas)
 
     def model(self) -> nn.Sequential:
@@ -222,7 +224,7 @@ class Ended:
     """Names of the run's checkpoint threads that are still alive after the run."""
 
     def is_same(self, other: Ended) -> bool:
-        """Whether both runs succeeded with the same losses and state, bit for bit."""
+        """Returns whether both runs succeeded with the same losses and state, bit for bit."""
         return (
             self.error is None
             and other.error is None

@@ -4,8 +4,8 @@ with that of a run that was never killed.
     python tests/faults/kill_and_resume.py              # ten kills of examples/char_lm.py, three workers
     python tests/faults/kill_and_resume.py --kills 3 --schedule flush --microbatches 4
 
-Some of the kills come while a checkpoint is written, as soon as the first file of a new one is there.
-SIGKILL goes to the process group, so no process has time to clean up.
+Some of the kills come while a checkpoint is written, when its first file exists. SIGKILL goes to the process
+group, so no process has time to clean up.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _newest(path: Path) -> int:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Whether the newest checkpoint has some of its files but not all."""
+    """Returns whether the newest checkpoint has some of its files but not all."""
     return any(
         not is_complete(checkpoint) and any(checkpoint.iterdir()) for checkpoint in checkpoints_in(path)
     )

@@ -1,7 +1,7 @@
-"""A model in which something goes wrong at one stage and minibatch: always at the same point, without a
-clock.
+"""Makes models in which something goes wrong at one stage and minibatch. It happens always at the same point,
+without a clock.
 
-All inputs of minibatch i are the number i, and every layer passes its input on unchanged. So each layer can
+All inputs of minibatch i are the number i, and every layer returns its input unchanged. So each layer can
 tell which minibatch it has. Worker processes can import this module.
 """
 
@@ -71,16 +71,16 @@ def wait_until_stopped(pid: int) -> None:
 
 
 def be_stopped_after(gate: str) -> None:
-    """Stops this worker once the file is there.
+    """Stops this worker when the file exists.
 
-    Whoever made the file has then used all that this worker had sent before.
+    Whoever made the file has then used everything that this worker had sent before.
     """
     wait_for_file(gate)
     be_stopped()
 
 
 def hold_the_gil() -> None:
-    """Holds the GIL in C code without a break: the process lives and sends beats, but the interpreter does
+    """Holds the GIL in C code without a break. The process lives and sends beats, but the interpreter does
     not run.
     """
     ctypes.PyDLL(None).sleep(3600)
@@ -101,10 +101,9 @@ def raise_error() -> None:
 
 
 class Layer(torch.nn.Module):
-    """Passes its input on. At one minibatch it writes its pid and the time to a file, and then has its
-    mishap.
+    """Returns its input. At one minibatch it writes its pid and the time to a file, and then has its mishap.
 
-    rank: the only rank that has the mishap; None means every rank.
+    `rank` is the only rank that has the mishap; None means every rank.
     """
 
     def __init__(
@@ -145,8 +144,8 @@ class Layer(torch.nn.Module):
 def model_with(
     mishap: Mishap | None, *, stages: int = 3, stage: int = 0, at: int = 0, **how: Any
 ) -> torch.nn.Sequential:
-    """Returns a model with one layer per stage, one of which has the mishap. how: further arguments of that
-    Layer.
+    """Returns a model with one layer per stage, one of which has the mishap. `how` has further arguments of
+    that Layer.
     """
     layers = [Layer() for _ in range(stages)]
     layers[stage] = Layer(mishap, at, **how)
@@ -158,8 +157,8 @@ def minibatches(count: int = NUM_MINIBATCHES) -> list[tuple[torch.Tensor, torch.
 
 
 class NotesReader(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The minibatches. Each process that reads one writes its pid to a file. Reading hangs from `stuck_at`
-    on.
+    """The minibatches. Each process that reads one writes its pid to a file. Reading blocks from minibatch
+    `stuck_at` on.
     """
 
     def __init__(self, note: str, stuck_at: int) -> None:
@@ -196,7 +195,7 @@ def run(model: torch.nn.Sequential, **options: Any) -> RunResult:
 
 
 def run_until_lost(model: torch.nn.Sequential, folder: str, **options: Any) -> tuple[Exception | None, float]:
-    """Returns the run's error and the time at which the run ended.
+    """Returns the run's error, and the time at which the run ended.
 
     The rank that had the mishap may be stopped but alive. The last of the other ranks to end kills it.
     """
@@ -246,13 +245,13 @@ def note_moment(note: str | os.PathLike[str]) -> None:
 
 
 def noted(note: str | os.PathLike[str]) -> tuple[int, float]:
-    """Returns (pid, monotonic time) that a layer noted before its mishap."""
+    """Returns the pid and the monotonic time that a layer noted before its mishap."""
     pid, moment_s = Path(note).read_text(encoding="utf-8").split()
     return int(pid), float(moment_s)
 
 
 class Stubborn:
-    """Yields minibatches until one where it raises."""
+    """Yields minibatches, and raises an error at one of them."""
 
     def __init__(self, at: int) -> None:
         self._at = at
@@ -279,7 +278,7 @@ class FailingSGD(torch.optim.SGD):
 
 
 class KillingSGD(torch.optim.SGD):
-    """Kills the local worker of this rank in its step for round 3."""
+    """Kills the local worker of this rank in its step for the third update."""
 
     def __init__(self, params: Any, rank: int) -> None:
         super().__init__(params, lr=0.1)
@@ -319,8 +318,8 @@ def run_until_killed_at(
 ) -> RunResult:
     """Trains plan 2-1, whose first stage may have spares. The rank has the mishap in one call of one method.
 
-    when, at_call: the method, and the number of its call. of: the class of the method, which is a parameter
-    server, the group that reduces, or the parameters tied across stages.
+    `when` and `at_call` are the method and the number of its call. `of` is the class of the method: a
+    parameter server, the group that reduces, or the parameters tied across stages.
     """
     method, num_calls = getattr(_OWNERS[of], when), 0
 
@@ -346,7 +345,7 @@ def run_until_killed_at(
 
 
 def run_while_the_device_fails(model: torch.nn.Module, at: int) -> RunResult:
-    """Lets calls that touch the device fail at rank 1 from one update on, as after an error of CUDA."""
+    """Makes calls that touch the device fail at rank 1 from one update on, as after an error of CUDA."""
     failed = False
     update, restore = StageRunner.update, WeightVersions.restore
 

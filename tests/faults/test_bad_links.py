@@ -1,5 +1,5 @@
-"""A channel reports the right failure in bounded time on a link that is cut, stalls, is slow, changes bytes,
-or leads to a wrong peer. It loses nothing, and its memory stays bounded.
+"""Tests channels on a link that is cut, stalls, is slow, changes bytes, or leads to a wrong peer. The channel
+reports the right failure in bounded time. It loses nothing, and its memory stays bounded.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CHANNEL = "activations of stage 0 to stage 1"
 NUM_ELEMENTS = 1 << 16
 NUM_SLOTS = 3
 HELLO_BYTES = 192
-# How long a failure may take beyond peer_timeout, because the machine may be busy. An unbounded wait takes
-# much longer.
+# A failure may take this much longer than peer_timeout, because the machine may be busy. An unbounded wait
+# takes much longer.
 SLACK_S = 15.0
 PEER_TIMEOUT_S = 2.0
 PATIENT_S = 30.0
@@ -52,7 +52,9 @@ def linked(
     receiver_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[tuple[_core.Worker, _core.Worker]]:
-    """Yields a sender and a receiver in this process. With mischief, a proxy connects them."""
+    """Yields a sender and a receiver in this process. If a mischief is given, a proxy with it connects
+    them.
+    """
     with ExitStack() as stack:
         receiver = make_worker(sends=False, **options, **(receiver_options or {}))
         sender = make_worker(sends=True, **options, **(sender_options or {}))
@@ -107,7 +109,7 @@ def test_a_cut_link_is_a_lost_peer_at_both_ends(after_items: int) -> None:
     with linked(cut_after(middle_of_an_item)) as (sender, receiver):
         exchange(sender, receiver, after_items)
         began = time.monotonic()
-        with suppress(_core.RunFailure):  # the sender may know before it has sent all
+        with suppress(_core.RunFailure):  # the sender may fail before it has sent all items
             for minibatch in range(NUM_SLOTS):
                 send(sender, after_items + minibatch)
         for worker, sends in ((receiver, False), (sender, True)):
@@ -134,7 +136,7 @@ def test_a_slow_link_loses_nothing() -> None:
 
 
 def test_a_changed_byte_never_arrives_as_a_tensor() -> None:
-    # The positions come after ZeroMQ's greeting and HELLO. They are in the first item, in its header or
+    # The positions come after ZeroMQ's greeting and HELLO. They are in the first item: in its header or its
     # payload.
     for position in range(500, 1100, 50):
         with linked(corrupt_at(position), checksums=True) as (sender, receiver):
@@ -156,7 +158,7 @@ def test_the_checksum_finds_a_changed_payload() -> None:
 
 
 def test_a_changed_payload_arrives_without_checksums() -> None:
-    # If the changed payload did not arrive here, the test above would prove nothing.
+    # The changed payload must arrive here. Otherwise the test above would prove nothing.
     with linked(corrupt_at(HELLO_BYTES + 4096)) as (sender, receiver):
         send(sender, 0)
         assert not torch.equal(receive(receiver), tensor(0))
@@ -172,7 +174,8 @@ def test_a_changed_payload_arrives_without_checksums() -> None:
 )
 def test_a_worker_of_another_run_is_refused(options: dict[str, int], words: str) -> None:
     with linked(sender_options=options) as (sender, receiver):
-        with suppress(_core.RunFailure):  # the sender may know first, as HELLO comes before the first item
+        # The sender may fail first, because HELLO comes before the first item.
+        with suppress(_core.RunFailure):
             send(sender, 0)
         kind, message = failure_of(receiver, sends=False)
         assert kind == "CorruptFrame"
@@ -186,5 +189,5 @@ def test_a_peer_that_never_reads_holds_the_sender_up_with_bounded_memory() -> No
             accepted += 1
             assert accepted <= 2 * NUM_SLOTS, "more than the slots of both sides"
         assert accepted >= NUM_SLOTS
-        for minibatch in range(accepted):  # nothing was lost
+        for minibatch in range(accepted):  # no accepted item was lost
             assert torch.equal(receive(receiver), tensor(minibatch))

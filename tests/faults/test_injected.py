@@ -1,4 +1,5 @@
-"""A run that saves checkpoints has a fault at one of its steps. Started again, it ends as without a fault.
+"""Tests a run that saves checkpoints and has a fault at one of its steps. When it is started again, it ends
+as without a fault.
 
 make test      one step for each program and kind of fault
 make faults    all steps (PIPEDREAM_FAULTS=all)
@@ -55,8 +56,8 @@ def _chosen(program: Program, steps: list[str], kind: str) -> list[str]:
     """Returns the steps at which the fault can make a difference.
 
     These are instructions, operations on files of the second checkpoint, and operations that remove the first
-    one. Only `make faults` takes all of them. Otherwise there is one, which differs by program and kind and
-    is the same in every run of the test.
+    one. `make faults` tests all of them. Otherwise one is tested. It differs by program and kind, but is the
+    same in every run of the test.
     """
     first, second = (f"checkpoint-{number * max(program.replicas):09}" for number in (1, 2))
     operations = ("mkdir", "open", "fsync") if kind == "full disk" else ("open", "rename", "remove", "rmdir")
@@ -97,7 +98,7 @@ def test_a_run_with_a_fault_ends_as_one_without_when_it_is_started_again(
 
 
 def _check_rank(outcome: Outcome, kind: str, step: str) -> None:
-    """Asserts that the rank was killed, or tells in one line who was lost. A full disk ends no run."""
+    """Asserts that the rank was killed, or tells in one line which rank was lost. A full disk ends no run."""
     assert outcome.error is None, (step, outcome.trace)
     if outcome.exit_code is not None:
         assert kind != "full disk" and outcome.exit_code == -signal.SIGKILL, step
@@ -109,7 +110,7 @@ def _check_rank(outcome: Outcome, kind: str, step: str) -> None:
 
 
 def _check_folder(checkpoints: Path) -> None:
-    """Asserts that the folder holds nothing but whole checkpoints."""
+    """Asserts that the folder has only whole checkpoints."""
     present = checkpoints_in(checkpoints)
     assert sorted(checkpoints.iterdir()) == present
     for checkpoint in present:

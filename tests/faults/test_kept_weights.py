@@ -1,5 +1,6 @@
-"""A local run that ends early leaves in the caller's model the newest version of every stage that is
-alive."""
+"""Tests local runs that end early. The caller's model then has the newest version of every stage that is
+alive.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _TRAINING = Training("mlp", 3, num_minibatches=12, short_last=False)
 
 
 class _FailsAt:
-    """A loss that raises an error when it is called for the n-th time, or kills its worker."""
+    """A loss that raises an error at its n-th call, or kills its worker."""
 
     def __init__(self, num_calls: int, *, kills: bool = False) -> None:
         self._num_left = num_calls
@@ -46,9 +47,9 @@ def _run(model: nn.Module, **options: Any) -> Any:
 
 
 def _num_updates_of_stages(model: nn.Sequential) -> list[int | None]:
-    """Returns how many updates each stage's weights have had, by comparison with the reference.
+    """Returns the number of updates that each stage's weights have had, by comparison with the reference.
 
-    None stands for weights that equal no number of updates.
+    None means that the weights equal those of no number of updates.
     """
     states = [_TRAINING.model().state_dict()]
     for count in range(1, _TRAINING.num_minibatches + 1):
@@ -72,7 +73,7 @@ def test_after_an_exception_the_model_has_every_stages_newest_version() -> None:
     with pytest.raises(PipelineError, match="no loss today") as caught:
         _run(model, loss_fn=_FailsAt(8))
     first, second, last = _num_updates_of_stages(model)
-    assert last == 7  # the eighth forward failed; the last stage had done the seven backwards before
+    assert last == 7  # the eighth forward failed, after seven backwards of the last stage
     assert first is not None and second is not None and min(first, second) >= 4 and max(first, second) <= 7
     # A stage sends its gradient before its own update, so the failure may end it between the two.
     assert first <= second + 1
@@ -103,7 +104,7 @@ def test_a_run_that_fails_before_its_first_update_leaves_the_model_as_it_was() -
 
 
 class _InterruptsCaller:
-    """Minibatches. The caller gets Ctrl-C when the first stage's worker reads the one with this number."""
+    """Minibatches. The caller gets Ctrl-C when the first stage's worker reads the given one."""
 
     def __init__(self, minibatch: int) -> None:
         self._batches = list(replace(_TRAINING, num_minibatches=40).data())
@@ -127,7 +128,7 @@ def test_ctrl_c_in_the_caller_returns_what_a_shorter_run_gives(
     monkeypatch.setenv("TEST_CALLER", str(os.getpid()))
     model = training.model()
     how = {**training.options(), "progress": False, "data": _InterruptsCaller(6)}
-    # A job in the background may ignore SIGINT.
+    # A job in the background may ignore SIGINT, so the test sets a handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         result = pipedream.run(model, training.plan, **how)
@@ -142,7 +143,7 @@ def test_ctrl_c_in_the_caller_returns_what_a_shorter_run_gives(
 
 
 class _InterruptsTwice(_InterruptsCaller):
-    """Sends Ctrl-C again once the caller has asked the workers to end. This worker then never ends."""
+    """Sends Ctrl-C again when the caller has asked the workers to end. This worker then never ends."""
 
     def __iter__(self) -> Iterator[Batch]:
         for minibatch, batch in enumerate(super().__iter__()):
@@ -150,7 +151,7 @@ class _InterruptsTwice(_InterruptsCaller):
                 while not Path(os.environ["TEST_ASKED"]).exists():
                     time.sleep(0.001)
                 os.kill(int(os.environ["TEST_CALLER"]), signal.SIGINT)
-                signal.pause()  # until the worker is killed
+                signal.pause()  # waits until the worker is killed
             yield batch
 
 

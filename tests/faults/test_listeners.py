@@ -1,4 +1,4 @@
-"""Nobody on the network can reach a run of local workers."""
+"""Tests that nobody on the network can reach a run of local workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A failure in local workers reaches the caller as one error, in time, and leaves no process."""
+"""Tests that a failure in local workers reaches the caller as one error, in time, and leaves no process."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from torch.utils.data import DataLoader
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
-    """Asserts that no process is left that the test has started.
+    """Asserts that the test leaves no process that it has started.
 
-    The processes of the farm, those of multiprocessing and the server that forks workers may stay.
+    Processes of the farm and of multiprocessing may stay, and so may the server that forks workers.
     """
     start_server()
     before = {process.pid for process in psutil.Process().children(recursive=True)}
@@ -66,7 +66,7 @@ def _error_of(kind: type[Exception], call: Callable[[], Any]) -> Exception:
 
 def _is_alive(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        # A zombie has ended, but nobody has collected it yet.
+        # A zombie has ended, but its parent has not collected it yet.
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
@@ -84,10 +84,10 @@ def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
     text, _, kept = str(error).partition("; ")
     assert text == f"stage {stage} (rank {stage}) was killed by SIGKILL at minibatch {at}"
     assert not kept or f"of stage {stage} those from before the run" in kept
-    # The error has all losses that were known, also those that the killed worker had computed.
+    # The error has all losses that were known, even those that the killed worker computed.
     assert list(error.losses) == [float(i * i) for i in range(len(error.losses))]  # type: ignore[attr-defined]
     assert at - 1 <= len(error.losses) <= at  # type: ignore[attr-defined]
-    # This process has read the first one, too.
+    # This process has read the first minibatch, too.
     for pid in set(map(int, readers.read_text().split())) - {os.getpid()}:
         while _is_alive(pid):  # the kernel kills a reader when its parent has ended
             assert time.monotonic() - killed_s < BOUND_S
@@ -139,9 +139,9 @@ def test_a_run_after_failed_ones_trains_as_the_first_of_a_process_does(tmp_path:
 def test_a_stopped_worker_ends_the_run(tmp_path: Path) -> None:
     note, gate = tmp_path / "note", str(tmp_path / "gate")
     model = model_with(functools.partial(be_stopped_after, gate), stages=2, stage=1, at=7, note=str(note))
-    # Stage 1 stops in minibatch 7, once stage 0 has forwarded minibatch 8. Before that forward stage 0 needs
-    # the gradient of minibatch 6, which a worker that stops at once may not have sent yet. Afterwards stage 0
-    # waits for the gradient of minibatch 7.
+    # Stage 1 stops in minibatch 7, after stage 0 has done the forward of minibatch 8. That forward needs the
+    # gradient of minibatch 6. A worker that stopped at once might not have sent it. Afterwards stage 0 waits
+    # for the gradient of minibatch 7.
     model[0] = Layer(functools.partial(make_file, gate), 8)
     # The stopped worker's neighbour notices. SIGTERM alone does not end a stopped process.
     error = _error_of(PeerLost, lambda: run(model, peer_timeout=3.0))
@@ -157,7 +157,7 @@ def test_a_users_error_has_the_workers_traceback_as_its_cause() -> None:
     )
     assert "mishaps.py" in str(error.__cause__)
     assert "in raise_error" in str(error.__cause__)
-    assert "stage_runner.py" not in str(error.__cause__)  # no frames of pipedream
+    assert "stage_runner.py" not in str(error.__cause__)  # the traceback has no frames of pipedream
     assert error.losses == [0.0, 1.0, 4.0, 9.0]  # type: ignore[attr-defined]
 
 
@@ -182,7 +182,7 @@ def test_a_killed_worker_ends_the_run_though_the_callers_data_never_yield_again(
     _error_of(WorkerLost, lambda: run(model, data=batches()))
     _, killed_s = noted(note)
     assert time.monotonic() - killed_s < BOUND_S
-    # The thread that still waits for the data holds nothing that another run needs.
+    # A thread still waits for the data. It must hold nothing that another run needs.
     assert run(model_with(None, stages=2), data=iter(minibatches(3))).losses == [0.0, 1.0, 4.0]
 
 
@@ -192,7 +192,7 @@ def test_a_model_that_a_worker_cannot_import_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "only_in_the_caller", here_only)
     model = model_with(None, stages=2)
     model[1] = here_only.Layer()
-    pickle.dumps(model)  # pickle finds no mistake, so the caller cannot know
+    pickle.dumps(model)  # pickling succeeds, so the caller cannot notice the mistake
     error = _error_of(ValueError, lambda: run(model))
     assert "model cannot be rebuilt in a worker process" in str(error)
     assert "only_in_the_caller" in str(error)

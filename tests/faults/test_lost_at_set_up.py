@@ -1,6 +1,6 @@
-"""A rank that dies or stops while a run is set up is named to all others. This takes at most about
-peer_timeout, not the long wait for ranks that have not come yet. The rank that hosts the store is named too,
-although the store is lost with it.
+"""Tests that a rank that dies or stops while a run is set up is named to all others. This takes about
+peer_timeout at most, and not the long wait for ranks that have not come yet. The rank that hosts the store is
+named too, although the store is lost with it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _LargerAt4:
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        (0, "stage 0 (rank 0) is lost: "),  # rank 1 waits for what rank 0 sends
+        (0, "stage 0 (rank 0) is lost: "),  # rank 1 waits for a message of rank 0
         (2, "rank 2 gave no sign of life for 3 s while planning again for minibatch 4"),
     ],
     ids=["first", "last"],
@@ -132,7 +132,7 @@ class _LargerAt4:
 def test_a_rank_that_dies_or_stops_while_a_larger_minibatch_is_planned_for_is_lost(
     farm: Farm, tmp_path: Path, mishap: Mishap, stage: int, message: str
 ) -> None:
-    # The stage's first forward of minibatch 4 is in the rehearsal for the larger size.
+    # The stage's first forward of minibatch 4 belongs to the rehearsal for the larger size.
     model = model_with(mishap, stage=stage, at=4, note=str(tmp_path / "note"))
     outcomes = farm.run(
         run_until_lost, model, str(tmp_path), num_ranks=3, peer_timeout=_TIMEOUT_S, data=_LargerAt4()
@@ -161,7 +161,7 @@ def _run_and_fall_before_joining_again(
 def test_a_rank_that_dies_or_stops_before_it_plans_again_is_lost(
     farm: Farm, tmp_path: Path, mishap: Mishap, lost: int
 ) -> None:
-    # The store still has the lost rank's last sign of life, from the time when its links were open.
+    # The store still has the lost rank's last sign of life, from the time when its links opened.
     outcomes = farm.run(
         _run_and_fall_before_joining_again, model_with(None), str(tmp_path), lost, mishap, num_ranks=3
     )
@@ -177,9 +177,9 @@ def test_a_local_worker_that_dies_while_it_plans_again_is_named_with_that_miniba
 
 
 def _be_stopped_when_published(model: torch.nn.Sequential, folder: str) -> tuple[Exception | None, float]:
-    """Stops rank 2 when it has published where it listens.
+    """Stops rank 2 when it has published its addresses.
 
-    The others read that only once rank 2 has stopped. Otherwise its link could still answer them.
+    The others read them only after rank 2 has stopped. Otherwise its link could still answer them.
     """
     note = Path(folder) / "note"
     publish, wait_for = Rendezvous.publish, Rendezvous.wait_for
@@ -204,14 +204,14 @@ def _be_stopped_when_published(model: torch.nn.Sequential, folder: str) -> tuple
 
 
 def test_a_rank_that_stops_when_the_others_connect_to_it_is_named_to_all(farm: Farm, tmp_path: Path) -> None:
-    # Rank 2's link also misses a HELLO after the same time. That error says less, and says it only to the
-    # neighbour.
+    # Rank 2's link also misses a HELLO after the same time. But that error tells less, and only the neighbour
+    # gets it.
     outcomes = farm.run(_be_stopped_when_published, model_with(None), str(tmp_path), num_ranks=3)
     _assert_told(outcomes, 2, "rank 2 gave no sign of life for 3 s while opening links", tmp_path)
 
 
 def test_a_rank_that_is_slow_is_waited_for(farm: Farm) -> None:
-    # Rank 1 is slow in its rehearsal. A rank that profiles or moves a large model first is as slow.
+    # Rank 1 is slow in its rehearsal. A rank that first profiles, or moves a large model, is equally slow.
     model = model_with(functools.partial(time.sleep, 4.0), stage=1, at=0)
     results = farm.results(run, model, num_ranks=3, peer_timeout=1.0)
     assert len(results[0].losses) == NUM_MINIBATCHES
@@ -219,7 +219,7 @@ def test_a_rank_that_is_slow_is_waited_for(farm: Farm) -> None:
 
 @contextlib.contextmanager
 def _calls_noted(name: str, folder: str) -> Iterator[None]:
-    """Lets every rank make a file in the folder when it has called this method of its Rendezvous."""
+    """Makes every rank write a file into the folder when it has called this method of its Rendezvous."""
     kept = getattr(Rendezvous, name)
 
     def noting(self: Rendezvous, *args: Any) -> None:
@@ -268,19 +268,19 @@ def test_the_host_of_the_store_is_named_though_the_store_goes_with_it(
         _note_phases_and_run_until_lost, model, str(tmp_path), num_ranks=3, rank_0_hosts_store=True
     )
     message = f"rank 0, which hosts the store of the run, {how} while rehearsing"
-    # The note is written before the mishap. The mishap waits for the other ranks, so the note is older than
-    # the loss.
+    # The note is written before the mishap, and the mishap waits for the other ranks. So the note is older
+    # than the loss.
     _assert_told(outcomes, 0, message, tmp_path)
 
 
 def _run_and_leave(folder: str, mistaken: int) -> Exception | None:
-    """Lets the mistaken rank end with its error, as a script would. Rank 2 starts when that rank has told its
-    error.
+    """Makes the mistaken rank end with its error, as a script would. Rank 2 starts when that rank has
+    reported its error.
     """
     options: dict[str, Any] = {"bind": "eth99"} if os.environ["RANK"] == str(mistaken) else {}
     if os.environ["RANK"] == "2":
         wait_for_file(Path(folder) / f"fail-{mistaken}")
-    # On a loaded machine rank 2 may come later than the host of the store usually stays.
+    # On a loaded machine rank 2 may come later than the time for which the store's host usually stays.
     as_long_as_it_takes = mock.patch.object(rendezvous, "_LINGER_S", 2 * BOUND_S)
     try:
         with _calls_noted("fail", folder), as_long_as_it_takes:
@@ -296,8 +296,8 @@ def _run_and_leave(folder: str, mistaken: int) -> Exception | None:
 def test_the_host_of_the_store_stays_until_the_others_have_read_why(
     farm: Farm, tmp_path: Path, mistaken: int
 ) -> None:
-    # If rank 0 ended at once, the store would end with it. The others would see a broken connection, not the
-    # reason.
+    # Rank 0 must not end at once. The store would end with it, and the others would see a broken connection
+    # instead of the reason.
     outcomes = farm.run(_run_and_leave, str(tmp_path), mistaken, num_ranks=3, rank_0_hosts_store=True)
     assert outcomes[0].exit_code == 7
     for rank in {1, 2} - {mistaken}:

@@ -1,4 +1,4 @@
-"""A rank of torchrun that dies or stops ends the run at the others, and their errors name stage and
+"""Tests that a rank of torchrun that dies or stops ends the run at the others. Their errors name stage and
 minibatch. A rank that refuses its arguments ends the run too, and is named to the others.
 """
 
@@ -45,8 +45,8 @@ def _assert_lost(
         assert outcomes[rank].error is None, outcomes[rank].trace
         error, ended_s = outcomes[rank].value
         assert type(error) is PeerLost
-        # The error says which stage has lost which. It has the minibatch of the reporting stage, which is
-        # near the lost stage's.
+        # The error names the reporting stage, its minibatch and the lost stage. The two stages are in nearby
+        # minibatches.
         said = re.match(r"stage (\d) at minibatch (\d+) \(\w+\): (.*)", str(error))
         assert said, str(error)
         assert f"stage {stage} (rank {stage}) is lost" in said[3]
@@ -76,8 +76,8 @@ def test_a_rank_whose_interpreter_hangs_is_lost_though_its_process_answers(
 
 
 def _run_with_mistakes(options: list[dict[str, Any]]) -> tuple[Exception | None, int]:
-    """Returns the error, and how many minibatches a second run trains, as the ranks must still find each
-    other.
+    """Returns the error of a run with these options, and how many minibatches a second run trains. The ranks
+    must still find each other for it.
     """
     error = None
     try:
@@ -106,7 +106,7 @@ def _mistaken_options(mistake: str, folder: Path) -> tuple[dict[str, Any], dict[
 def test_a_rank_that_refuses_its_arguments_is_named_to_the_others(
     farm: Farm, tmp_path: Path, rank: int, mistake: str
 ) -> None:
-    # Without this error the others would wait ten minutes for a machine that lacks its key file.
+    # Without this error the others would wait ten minutes for a machine that has no key file.
     mistaken, given, said = _mistaken_options(mistake, tmp_path)
     options = [given] * 3
     options[rank] = mistaken
@@ -175,14 +175,14 @@ def test_a_replica_that_is_stopped_in_an_exchange_ends_the_run_in_bounded_time(
 
 
 def test_a_run_that_is_suspended_as_a_whole_goes_on(farm: Farm) -> None:
-    # 2.5 s is longer than a peer may be silent or go without a pulse.
+    # 2.5 s is longer than a peer may be silent or send no pulse.
     model = model_with(functools.partial(suspend_all_ranks, 2.5), stages=2, stage=1, at=5)
     results = farm.results(run, model, num_ranks=2, peer_timeout=2.0)
     assert len(results[1].losses) == NUM_MINIBATCHES
 
 
 def _be_killed_when_all_is_trained(temporary: str) -> tuple[str, dict[str, torch.Tensor]]:
-    """Kills rank 2 after the training. Returns the error and the model of the other ranks."""
+    """Kills rank 2 after the training. Returns the error and the model of this rank."""
     if os.environ["RANK"] == "2":
         gathering._hand_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     tempfile.tempdir = temporary

@@ -1,5 +1,5 @@
-"""A notice that the machine will be taken away (SIGTERM or SIGUSR1) makes a run save itself at its next
-boundary.
+"""Tests notices that the machine will be taken away (SIGTERM or SIGUSR1). A run saves itself at its next
+boundary then.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _script_ends_at_sigterm(told: Path | None = None) -> Iterator[None]:
 
 
 def _send(number: int, processes: tuple[int, ...], until: str) -> None:
-    """Sends the signal in the first stage's forward. The stage reaches its next boundary when the file
-    `until` exists.
+    """Sends the signal in the first stage's forward. The stage then waits until the file `until` exists,
+    before it reaches its next boundary.
     """
     notices.LOOK_S = 0.0
     for process in processes or (os.getpid(), os.getppid()):
@@ -135,7 +135,7 @@ def test_without_grace_sigterm_ends_a_script_at_once(tmp_path: Path) -> None:
 
 
 def _run_rank(path: Path) -> None:
-    """Trains at a rank. All ranks get SIGTERM, as torchrun hands it on."""
+    """Trains at a rank. All ranks get SIGTERM, because torchrun passes it on."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the farm's server ignores SIGTERM
     (path.parent / os.environ["RANK"]).write_text(str(os.getpid()), encoding="utf-8")
     with mock.patch.object(notices, "LOOK_S", 0.0):
@@ -175,7 +175,9 @@ def test_ranks_of_torchrun_save_before_sigterm_ends_them(farm: Farm, tmp_path: P
 
 
 class _NotifiesTheOther:
-    """Data at rank 0 send SIGTERM to rank 1, which has read its own and waits for rank 0."""
+    """Data that send SIGTERM to rank 1 when rank 0 reads them. Rank 1 has read its own data, and waits for
+    rank 0.
+    """
 
     def __init__(self, note: Path) -> None:
         self._note = note

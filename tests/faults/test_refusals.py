@@ -1,5 +1,5 @@
-"""Mistakes that run() refuses. Each error is one line that names the value and the remedy, the same at every
-rank.
+"""Tests mistakes that run() refuses. Each error is one line that names the value and the remedy, and is the
+same at every rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_what_replicas_cannot_have_and_what_only_they_have() -> None:
     asynchronous: dict[str, Any] = {"plan": plan, "sync": "asp"}
     for how, said in (
         ({"schedule": "flush"}, "schedule is 'flush'"),
-        ({"schedule": "naive"}, "schedule is 'unstashed'"),  # the alias
+        ({"schedule": "naive"}, "schedule is 'unstashed'"),  # "naive" is an alias of "unstashed"
         ({"max_grad_norm": 1.0}, "max_grad_norm is 1.0"),
         ({"autocast": "float16"}, "autocast is 'float16'"),
         ({"sync_every": 2}, "sync_every is 2"),
@@ -103,8 +103,8 @@ class _Closed:
 
 
 def test_what_cannot_be_sent_to_the_workers() -> None:
-    # Workers can get a local function that holds plain values. This one holds a list, and would fill a copy
-    # of it.
+    # Workers can get a local function that holds plain values only. This one holds a list, of which a worker
+    # would fill a copy.
     kept: list[Any] = []
     local: Any = model_with(None, stages=2)
     local[1].callback = lambda: kept.append(1)
@@ -252,7 +252,7 @@ def test_a_variable_of_the_workers_that_is_mistaken(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(runner, "run_locally", None)  # run() must refuse before it starts a process
+    monkeypatch.setattr(runner, "run_locally", None)  # fails if run() starts a process before it refuses
     refused(lambda: run(_MODEL), ValueError, variable, repr(value))
 
 
@@ -338,7 +338,7 @@ def test_a_minibatch_that_is_not_as_planned(farm: Farm, inputs: Any, words: tupl
 
 
 class Reshaping(Layer):
-    """Passes on an output of another dtype, shape or structure at minibatch 4."""
+    """Returns an output of another dtype, shape or structure at minibatch 4."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -487,7 +487,7 @@ def _run_in_a_folder_of_its_own(folders: Path) -> RunResult:
 def test_a_folder_for_checkpoints_that_ranks_do_not_share(
     farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # No checkpoint was ever complete, and nobody said so.
+    # The error must come at once. In such folders no checkpoint would ever be complete.
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     for outcome in farm.run(_run_in_a_folder_of_its_own, tmp_path, num_ranks=2):
@@ -496,19 +496,20 @@ def test_a_folder_for_checkpoints_that_ranks_do_not_share(
 
 
 def test_a_folder_for_checkpoints_that_cannot_be_written() -> None:
-    # The run trained to its end, with a warning at each checkpoint.
+    # The error must come at once. Otherwise the run would train to its end, with a warning at each
+    # checkpoint.
     refused(lambda: run(_MODEL, checkpoints="/proc/self"), ValueError, "checkpoints: /proc/self cannot be")
     refused(
         lambda: run(_MODEL, checkpoints="/proc/self/C"), ValueError, "checkpoints: /proc/self/C cannot be"
     )
 
 
-# Data that two workers read differently.
+# ---- Data that two workers read differently ----
 
 
 class Diverging:
-    """Minibatches of which the first `at` are the same in all processes. Later ones differ. If ends_at_rank
-    names a rank, they do not differ, but that rank has no later ones.
+    """Minibatches. The first `at` are the same in all processes, and later ones differ. If ends_at_rank names
+    a rank, later ones do not differ, but that rank has none.
     """
 
     def __init__(self, at: int, *, ends_at_rank: str = "") -> None:
@@ -531,18 +532,18 @@ class Diverging:
 @pytest.mark.parametrize("ends_at_rank", ["", "0", "1"], ids=["differ", "shorter first", "shorter last"])
 def test_workers_that_read_different_data_train_on_none_of_it(farm: Farm, at: int, ends_at_rank: str) -> None:
     if at == 0 and ends_at_rank:
-        at = 1  # an empty epoch has an error of its own
+        at = 1  # an empty epoch has another error
     outcomes = farm.run(run, _MODEL, data=Diverging(at, ends_at_rank=ends_at_rank), num_ranks=2)
     words = (f"minibatch {at} is not the same data", "stage 0 (rank 0)", "stage 1 (rank 1)", "seeded")
     for outcome in outcomes:
         assert_says(outcome.error, DataMismatch, *words)
-    # The error has the losses that the last stage trained on. Its rehearsal, on data that it had read itself,
-    # changes none of them.
+    # The error has the losses that the last stage trained on. Its rehearsal runs on other data, which it has
+    # read itself, and changes none of these losses.
     assert outcomes[1].error.losses == [float(i * i) for i in range(at)]  # type: ignore[union-attr]
 
 
 class OwnPart:
-    """Each rank's own part of the minibatches, as a script for DistributedDataParallel gives them."""
+    """The rank's own part of the minibatches, as in a script for DistributedDataParallel."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from minibatches()[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
@@ -550,14 +551,14 @@ class OwnPart:
 
 @pytest.mark.parametrize("plan", [Plan((Stage(0, 1, 2),)), Plan((Stage(0, 0, 2), Stage(1, 1, 1)))])
 def test_replicas_that_read_a_part_each_train_on_none_of_it(farm: Farm, plan: Plan) -> None:
-    # Without the check each replica would take its minibatches of its own part, and leave out the others.
+    # Without the check each replica would train on its minibatches of its own part, and leave out the others.
     for outcome in farm.run(run, _MODEL, plan=plan, data=OwnPart(), num_ranks=plan.workers_used):
         assert_says(outcome.error, DataMismatch, "minibatch 0 is not", "rank 0", "DistributedSampler")
         assert outcome.error.losses == []  # type: ignore[union-attr]
 
 
 def test_data_that_a_middle_rank_need_not_read_may_differ_there(farm: Farm) -> None:
-    # Only the first stage reads inputs and only the last one targets.
+    # Only the first stage reads inputs, and only the last stage reads targets.
     results = farm.results(run, model_with(None), data=OnlyOutside(), num_ranks=3)
     assert results[0].losses == [float(i * i) for i in range(12)]
 

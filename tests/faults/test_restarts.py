@@ -1,4 +1,4 @@
-"""A rank dies in the midst of training, and the launcher starts again: the new run uses nothing of the old
+"""Tests that the launcher starts a training again after a rank has died. The new run uses nothing of the old
 one.
 """
 
@@ -46,7 +46,7 @@ def _powers_of_two(dies_at: int | None) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class _Powers(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
-    """Powers of two. Their sum tells which of them are missing and which occur twice."""
+    """Powers of two. Their sum shows which of them are missing and which occur twice."""
 
     def __init__(self, dies_at: int | None) -> None:
         self.dies_at = dies_at
@@ -60,7 +60,7 @@ def _sum(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _train(sync: str, dies_at: int | None) -> tuple[list[float], ...]:
-    """Trains. Returns the weight of the replicated stage, and the bias of the other."""
+    """Trains. Returns the weight of the replicated stage, and the bias of the other stage."""
     model = nn.Sequential(_Product(), _Sum())
     pipedream.run(
         model,

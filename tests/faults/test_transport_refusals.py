@@ -1,5 +1,6 @@
-"""Mistakes with transport, codec, keys and addresses are refused in one line. Mistakes that one process can
-see are refused before any worker starts, all others with the same words at every rank.
+"""Tests mistakes with transport, codec, keys and addresses, which are refused in one line. If one process can
+see the mistake, it is refused before any worker starts. Otherwise it is refused with the same words at every
+rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ports import taken_ports
 from refusals import assert_says, refused
 
 _MODEL = model_with(None, stages=2)
-_ELSEWHERE = "192.0.2.251"  # TEST-NET-1 (RFC 5737): nobody's address
+_ELSEWHERE = "192.0.2.251"  # belongs to nobody: TEST-NET-1 (RFC 5737)
 
 
 @pytest.fixture
@@ -205,7 +206,7 @@ def test_ports_that_others_have_taken(farm: Farm) -> None:
 
 
 def _run_with_rank_1_apart(how: str, **options: Any) -> None:
-    """Lets rank 1 look like a worker that offers no shared memory, or one on another machine."""
+    """Makes rank 1 look like a worker that offers no shared memory, or like one on another machine."""
     apart: Any = property(lambda self: False)
     if how == "introduction":
         apart = lambda self: {"public_key": None, "machine": "elsewhere"}  # noqa: E731

@@ -1,4 +1,4 @@
-"""An exception in the user's own code reaches every rank. The error names stage and minibatch."""
+"""Tests that an exception in the user's own code reaches every rank. The error names stage and minibatch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_error_in_the_loss(farm: Farm) -> None:
 
 
 def test_an_error_in_the_optimizer_names_the_updates_minibatch(farm: Farm) -> None:
-    # Every stage's step fails at minibatch 5. Any of them may be the first.
+    # Every stage's step fails at minibatch 5, and any of them may be the first.
     for message in _messages(farm, 3, model_with(None), optimizer=FailingSGD):
         stage = message[len("stage ")]
         assert message == (

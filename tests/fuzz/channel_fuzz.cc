@@ -3,10 +3,10 @@
 // CorruptFrame. Nothing may be written outside a slot or a posted place, and every slot must come back.
 //
 // An input is a mode byte (take_mode()) and then the frames. A frame's first byte is a set of bits, which
-// feed() reads: take an item, drop one, read the payload from the input, shorten the payload, post no place,
-// use the last slot again. Its two highest bits are the number of changes. Each frame starts as the frame
-// that an honest sender would send next. The changes follow, with field and value each, and then the payload.
-// Checksums are corrected, because otherwise the first check would refuse every changed frame.
+// feed() reads: take an item, drop an item, read the payload from the input, shorten the payload, post no
+// place, use the last slot again. Its two highest bits are the number of changes. Each frame starts as the
+// frame that an honest sender would send next. The changes follow, with field and value each, and then the
+// payload. Checksums are corrected, because otherwise the first check would refuse every changed frame.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -26,7 +26,7 @@ namespace {
 
 constexpr std::size_t kElements = 24;
 constexpr std::size_t kChunkBytes = 32;
-constexpr std::int64_t kNumSlots = 6;  // so that some credits are held back
+constexpr std::int64_t kNumSlots = 6;  // so many that some credits are held back
 constexpr std::int64_t kNumMicrobatches = 2;
 constexpr std::size_t kNumFramesMax = 64;
 
@@ -67,7 +67,7 @@ class Sender {
       note_granted(header.slot + 1U + static_cast<unsigned>(std::countr_zero(left)));
     }
   }
-  // reuses: whether an item that begins now goes to the last item's slot, even if that slot is not granted.
+  // With `reuses` an item that begins now goes to the last item's slot, even if that slot is not granted.
   void choose_slot(bool reuses) {
     if (tensor_index_ != 0 || offset_ != 0 || reuses) return;
     slot_ = granted_.empty() ? static_cast<std::uint16_t>(item_ % kNumSlots) : granted_.front();
@@ -101,7 +101,8 @@ class Sender {
     return header;
   }
 
-  // Called before the frame arrives, because its arrival may free the slot again.
+  // Notes that a slot is filled. Call it before the frame arrives, because the arrival may free the slot
+  // again.
   void fills(const FrameHeader& header) {
     if (header.kind == FrameKind::kTensor) std::erase(granted_, header.slot);
   }
@@ -130,8 +131,8 @@ class Sender {
 
   Codec codec_;
   std::size_t num_tensors_;
-  std::deque<std::uint16_t> granted_;  // and not filled
-  std::uint16_t slot_ = 0;             // of the item that is being sent
+  std::deque<std::uint16_t> granted_;  // granted slots that are not filled
+  std::uint16_t slot_ = 0;             // the slot of the item that is being sent
   std::uint64_t sequence_ = 0;
   std::int64_t item_ = 0;
   std::size_t tensor_index_ = 0;
@@ -147,7 +148,7 @@ Mode take_mode(FuzzInput& input) {
   return chosen;
 }
 
-// Places for items, with guards between.
+// Memory for posted items, with guard bytes between the places.
 class Places {
  public:
   Places() { bytes_.fill(kUntouched); }
@@ -169,7 +170,7 @@ class Places {
   std::size_t num_given_ = 0;
 };
 
-// Does the work of the receiver's other threads: takes an item and drops one, if `how` says so.
+// Does the work of the receiver's other threads: takes an item and drops an item, if `how` says so.
 void consume(ReceiveChannel& channel, Wakeup& wakeup, std::deque<ReceivedItem>& held, std::uint8_t how) {
   ReceivedItem item;
   if ((how & 1U) != 0 && wakeup.wait_until(Clock::now(), [&] { return channel.try_take(item); })) {
@@ -179,7 +180,7 @@ void consume(ReceiveChannel& channel, Wakeup& wakeup, std::deque<ReceivedItem>& 
   if ((how & 2U) != 0 && !held.empty()) held.pop_front();
 }
 
-// Posts one more place, while there is room.
+// Posts one place at a time, as long as there is room.
 class Poster {
  public:
   Poster(ReceiveChannel& channel, bool posts) : channel_(channel), posts_(posts) {}

@@ -43,8 +43,7 @@ void fill(std::span<std::byte> to, FuzzInput& input) {
   std::copy(bytes.begin(), bytes.end(), to.begin());
 }
 
-// The first two dtypes keep their numbers 0 and 1, because the corpus has inputs from a time when there were
-// only two.
+// The first two dtypes keep the numbers 0 and 1, because old inputs of the corpus use them.
 DType take_dtype(FuzzInput& input) {
   constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
   return kDTypes[input.take<std::uint8_t>() % std::size(kDTypes)];

@@ -9,7 +9,7 @@
 namespace pipedream {
 namespace {
 
-// The offset of the last field, the checksum. No fuzzer guesses a checksum, so it is corrected.
+// The offset of the last field, the checksum. It is corrected, because no fuzzer guesses a checksum.
 constexpr std::size_t kChecksumOffset = kFrameHeaderBytes - sizeof(std::uint32_t);
 
 void check(std::span<const std::byte> bytes) {

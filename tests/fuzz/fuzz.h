@@ -9,12 +9,12 @@
 
 #include "base/check.h"
 
-// The function that libFuzzer calls; each target has one. replay.cc also calls it.
+// libFuzzer calls this function, which each target defines. replay.cc also calls it.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t num_bytes);
 
 namespace pipedream {
 
-// Takes values off the front of an input. Beyond the input's end every value is zero.
+// Takes values off the front of an input. After the input's end every value is zero.
 class FuzzInput {
  public:
   FuzzInput(const std::uint8_t* data, std::size_t num_bytes) : left_(data, num_bytes) {}

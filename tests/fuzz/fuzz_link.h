@@ -33,7 +33,7 @@ class SilentTransport final : public TransportCore {
 
 class FuzzLink final : public LinkCore {
  public:
-  // on_carried: called with every header that would be sent. Each header must be decodable.
+  // on_carried is called with every header that would be sent. Each header must be decodable.
   FuzzLink(TransportCore& transport, LinkOptions options, LinkHandler& handler,
            std::function<void(const FrameHeader&)> on_carried)
       : LinkCore(transport, std::move(options), handler, Role::kListener),
@@ -111,7 +111,7 @@ inline void change_metadata(FrameHeader& header, std::uint64_t value) {
   }
 }
 
-// One field becomes what the input says.
+// Changes one field to a value, both chosen by the input.
 inline void change(FrameHeader& header, FuzzInput& input) {
   const auto field = input.take<std::uint8_t>();
   const auto value = input.take<std::uint64_t>();

@@ -115,7 +115,7 @@ void write_channels(const std::filesystem::path& folder) {
     Bytes honest(64, 3);
     honest.front() = codec;
     write(folder, "honest_" + std::to_string(codec), honest);
-    Bytes reuses(64, 3 | 32);  // from the second item on
+    Bytes reuses(64, 3 | 32);  // 32 uses the last slot again, from the second item on
     reuses.front() = codec;
     std::fill(reuses.begin() + 1, reuses.begin() + 11, std::uint8_t{3});
     write(folder, "reuses_" + std::to_string(codec), reuses);

@@ -111,7 +111,7 @@ class Steps {
   bool ended_ = false;
 };
 
-// The receiver's shared memory at both ends; null if the receiver shares none.
+// The receiver's shared memory, mapped at each end; null if the receiver shares none.
 struct Shared {
   std::unique_ptr<SharedMemory> receivers;
   std::unique_ptr<SharedMemory> senders;
