@@ -167,7 +167,8 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         _check_settings(options, place.rank, agreed["settings"])
         _check_layers(outline_of(model), place.rank, agreed["layers"])
         place = replace(place, run_id=int(agreed["run_id"]))
-        _show_folder(place, options)
+        if place.returns_model:  # local workers have the folder of their caller, which has checked it
+            _show_folder(place, options)
     stages = split(model, options.plan)
     if place.returns_model:  # the caller of local workers has already checked this
         check_loss_buffers(stages, options.loss_fn)
@@ -211,7 +212,8 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
             "run_id": place.run_id,
         }
         place.rendezvous.publish("agreed", agreed)
-        _check_folders(place, options)
+        if place.returns_model:
+            _check_folders(place, options)
     generators: RngStream | None = None
     if options.plan.workers_used > 1:
         # All workers must read the same data. So the data get generators from which nothing else draws.
