@@ -417,3 +417,32 @@ def test_a_finished_run_of_more_epochs_decides_by_the_evaluation_of_the_last_one
     assert found == whole
     assert seen_again == seen
     assert_equal_state(dict(state_again), dict(state))
+
+
+class _AlwaysEvaluating(Callback):
+    every = 2
+
+    def on_minibatches(self, report: MinibatchReport) -> Any:
+        return Decision(evaluate=True)
+
+
+def _train_evaluated(training: Training, path: Path, resume: Path | bool) -> Any:
+    held_out = pipedream.Validation(training.case.data(2, training.dtype), {"mean": _mean_output}, every=99)
+    checkpoints = pipedream.Checkpoints(path, every=2, keep=99, resume=resume)
+    result, _ = train_in_pipeline(
+        training, validation=held_out, callbacks=[_AlwaysEvaluating()], checkpoints=checkpoints
+    )
+    return result.losses, result.validation
+
+
+@pytest.mark.parametrize("schedule", ["unstashed", "pipedream"])
+def test_an_evaluation_that_is_due_at_a_checkpoint_reads_the_newest_weights(
+    farm: Farm, tmp_path: Path, schedule: str
+) -> None:
+    # Without stashing, the first forwards after the checkpoint read older versions in the only slot.
+    training = replace(_TRAINING, epochs=2, num_minibatches=4, schedule=schedule)
+    train = functools.partial(farm.results, _train_evaluated, training, num_ranks=training.num_workers)
+    whole = train(tmp_path / "whole", True)[0]
+    for number in (1, 2):
+        saved = checkpoints_in(tmp_path / "whole")[number]
+        assert train(tmp_path / f"{number}", saved)[0] == whole

@@ -430,6 +430,7 @@ class WorkerLoop:
             return runner.recompute(work)
         if kind == "EVALUATE":
             assert self._evaluations is not None
+            runner.begin_evaluation(work)
             made = self._evaluations.evaluate(work)
             runner.fields = self._evaluations.fields
             return made

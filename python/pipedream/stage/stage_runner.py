@@ -317,6 +317,12 @@ class StageRunner:
         self._held.load(version, self._weights.own, work.read_slot)
         self._held = self._held or None
 
+    def begin_evaluation(self, work: _core.WorkItem) -> None:
+        """Makes sure that the stage's slot has the weights of the boundary, and no older version that an
+        earlier run has kept for this run's first forwards."""
+        if self._held is not None:
+            self._held.load_newest(self._weights.own, work.read_slot)
+
     def _bind(self, work: _core.WorkItem) -> None:
         if self._tied is None:
             self._weights.bind(work.read_slot, _NO_SLOTS)

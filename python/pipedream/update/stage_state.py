@@ -57,11 +57,19 @@ class HeldVersions:
         at the start is loaded. Drops the versions older than the loaded one, because no later item reads
         them."""
         version = min(version, self._newest)
-        for name, leaf in versions.contents(slot).items():
-            leaf.data.copy_(self.contents[version][name])  # autograd does not count a write to .data
+        self._copy(version, versions, slot)
         self.contents = {v: values for v, values in self.contents.items() if v >= version}
         if version == self._newest:
             self.contents.clear()
+
+    def load_newest(self, versions: WeightVersions, slot: int) -> None:
+        """Loads the newest version for an evaluation. Keeps the older ones, which later items may read."""
+        if self.contents:
+            self._copy(self._newest, versions, slot)
+
+    def _copy(self, version: int, versions: WeightVersions, slot: int) -> None:
+        for name, leaf in versions.contents(slot).items():
+            leaf.data.copy_(self.contents[version][name])  # autograd does not count a write to .data
 
     def keep(self, version: int, versions: WeightVersions, slot: int) -> None:
         """Copies the version that is in the slot, because the next update may overwrite the slot."""
