@@ -244,10 +244,11 @@ class _PipelineStrategy:
             self.pipeline.ensure_rows(self.lightning_module.trainer, 0)
         # After Ctrl-C Lightning must get one more batch, because the first batch without a row raises
         # KeyboardInterrupt.
-        return self.pipeline.is_interrupted or number < (self.pipeline.num_batches or 0)
+        num_batches = self.pipeline.num_batches
+        return self.pipeline.is_interrupted or num_batches is None or number < num_batches
 
     def _has_val_batch(self, number: int) -> bool:
-        return self.pipeline.has_val_row
+        return number < self.pipeline.num_val_batches
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, _Place):
@@ -277,7 +278,10 @@ class _PipelineStrategy:
         """
         if place.number == 0:
             self._val_batches = iter(self.pipeline.val_loader)
-        return self._base.validation_step(next(self._val_batches), *args, **kwargs)
+        trainer = self.lightning_module.trainer
+        batch = trainer.precision_plugin.convert_input(next(self._val_batches))
+        trainer._results.batch = batch  # self.log reads the batch's size from it
+        return self._base.validation_step(batch, *args, **kwargs)
 
     def _log(self, row: Row, *, is_training: bool) -> None:
         module, steps = self.lightning_module, self.pipeline.steps

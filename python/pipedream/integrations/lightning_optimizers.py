@@ -14,7 +14,7 @@ from pipedream.checkpoint.snapshot import StageSnapshot, decode
 from pipedream.integrations.whole_optimizer import Options, options_of
 from pipedream.update.piece_states import joined_states
 
-__all__ = ["Rates", "planned_options", "state_by_name"]
+__all__ = ["Rates", "changing_options", "planned_options", "state_by_name"]
 
 
 class Rates:
@@ -52,10 +52,10 @@ def planned_options(
         copy.deepcopy(options_of(optimizer)),
         [copy.deepcopy(one.state_dict()) for one in schedulers],
     )
-    rows = [_changing(kept)]
+    rows = [changing_options(optimizer)]
     for index in range(num_steps if schedulers else 0):
         step(index)
-        rows.append(_changing(options_of(optimizer)))
+        rows.append(changing_options(optimizer))
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
     for group, options in zip(optimizer.param_groups, kept, strict=True):
@@ -63,7 +63,7 @@ def planned_options(
     return rows
 
 
-def _changing(options: Options) -> Options:
+def changing_options(optimizer: torch.optim.Optimizer) -> Options:
     """Returns copies of the options that schedulers may change: rates, momentum and weight decay."""
     return [
         {
@@ -71,7 +71,7 @@ def _changing(options: Options) -> Options:
             for name in ("lr", "momentum", "betas", "weight_decay")
             if name in group
         }
-        for group in options
+        for group in optimizer.param_groups
     ]
 
 

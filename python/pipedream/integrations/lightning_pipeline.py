@@ -29,14 +29,16 @@ from pipedream.common.own_rank import is_rank_0, under_torchrun
 from pipedream.integrations.asked_plan import AskedPlan
 from pipedream.integrations.lightning_optimizers import (
     Rates,
+    changing_options,
     planned_options,
     state_by_name,
 )
 from pipedream.integrations.lightning_steps import Batches, Recorder, Row, StandInTrainer, Steps
 from pipedream.integrations.step_attributes import no_attribute_changed
-from pipedream.integrations.whole_optimizer import StageOptimizers
+from pipedream.integrations.whole_optimizer import Options, StageOptimizers
 from pipedream.launch.torchrun import rendezvous_prefix, shared_by_rank_0
 from pipedream.model.batch_norm import has_batch_norm
+from pipedream.model.boundary import tensors_of
 from pipedream.model.data_copies import generator_states, set_generators
 from pipedream.model.microbatch import chunk, counts_of
 from pipedream.model.seeding import generators_kept
@@ -97,7 +99,7 @@ class Pipeline:
         self.result: pipedream.RunResult | None = None
         """The result of the latest run."""
         self.num_batches: int | None = None
-        """The number of batches that the workers have trained on in this epoch."""
+        """The number of batches of this epoch, once a part has ended because the loader did."""
         self.is_interrupted = False
         """Whether Ctrl-C has asked the latest run to end."""
         self._recorder = Recorder()
@@ -105,8 +107,16 @@ class Pipeline:
         self._optimizer: StageOptimizers | None = None
         self._optimizer_is_newest = True
         """Whether the caller's optimizer has the stages' newest state."""
+        self._first_step = 0
+        """The number of the latest part's first step."""
+        self._options: list[Options] = []
+        """The optimizer's options before each step of the latest part."""
+        self._parameters: dict[str, tuple[Any, ...]] = {}
+        """Figures of the parameters as the latest run left them, by name."""
         self._train_rows: deque[Row] = deque()
         self._val_rows: deque[Row] = deque()
+        self.num_val_batches = 0
+        """The number of batches of the latest validation."""
         self._microbatches = 0
         self._num_workers = 0
         self._epoch = -1
@@ -118,6 +128,13 @@ class Pipeline:
 
     def train_row(self, trainer: Any, batch: int) -> Row:
         self.ensure_rows(trainer, batch)
+        options = self._options[min(trainer.global_step - self._first_step, len(self._options) - 1)]
+        if changing_options(trainer.optimizers[0]) != options:
+            raise ValueError(
+                f"a callback or lr_scheduler_step changed the optimizer's options before step"
+                f" {trainer.global_step}, which the workers had made by then: use an lr_scheduler with"
+                ' interval "step", and read no number of the trainer in lr_scheduler_step'
+            )
         return self._train_rows.popleft()
 
     def ensure_rows(self, trainer: Any, batch: int) -> None:
@@ -136,11 +153,22 @@ class Pipeline:
 
     def val_row(self) -> Row | None:
         """Returns the next row of a validation; None if the pipeline evaluated nothing."""
-        return self._val_rows.popleft() if self._val_rows else None
+        if not self._val_rows:
+            return None
+        if len(self._val_rows) == self.num_val_batches:
+            self._check_parameters()
+        return self._val_rows.popleft()
 
-    @property
-    def has_val_row(self) -> bool:
-        return bool(self._val_rows)
+    def _check_parameters(self) -> None:
+        """Raises ValueError if a hook has changed parameters since the latest run."""
+        assert self.steps is not None
+        now = _figures_of(self.steps)
+        for name, before in self._parameters.items():
+            if now.get(name) != before:
+                raise ValueError(
+                    f"a hook or callback changed, froze or thawed the parameter {name!r} during the training,"
+                    " and the workers train and validate the one that they have: change it before fit"
+                )
 
     def fill(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
         """Copies the stages' optimizer state into the optimizer of this process. Call it at all ranks; only
@@ -183,6 +211,10 @@ class Pipeline:
         if trainer.max_steps > 0:
             counts.append(trainer.max_steps - step)
         ends += [first + count * accumulated for count in counts]
+        stop = None
+        if trainer.should_stop and (trainer.min_steps or 0) > step:  # then Lightning validates at min_steps
+            stop = first + (trainer.min_steps - step) * accumulated
+            ends.append(stop)
         loop = trainer.fit_loop.epoch_loop
         evaluates_in_epoch = loop._should_check_val_epoch()
         if evaluates_in_epoch and self.val_loader is None:
@@ -194,15 +226,28 @@ class Pipeline:
         if evaluates_in_epoch and every not in (None, math.inf):
             done = loop.total_batch_idx - loop.batch_idx if trainer.check_val_every_n_epoch is None else 0
             evaluated_at = first + every - (done + first) % every
+            if evaluated_at < num_batches and evaluated_at % accumulated:
+                raise ValueError(
+                    f"Lightning validates after batch {evaluated_at} of the epoch, between the batches of one"
+                    " step: choose a val_check_interval that is a multiple of"
+                    f" accumulate_grad_batches={accumulated}"
+                )
             ends.append(evaluated_at)
+        if not has_length and (evaluated_at is not None or any(everys)):
+            raise ValueError(
+                "train_dataloaders have no length, and Lightning validates or saves between their batches:"
+                " give limit_train_batches=N"
+            )
         end = min(ends, default=None)
         at_end = evaluated_at == end if evaluated_at is not None else end is None or not has_length
-        return Part(first, end, evaluates=evaluates_in_epoch and at_end)
+        return Part(first, end, evaluates=evaluates_in_epoch and (at_end or end == stop))
 
     def _run(self, trainer: Any, part: Part) -> None:
         module, accumulated = trainer.lightning_module, trainer.accumulate_grad_batches
         optimizer = trainer.optimizers[0]
-        self._begin_epoch(trainer.current_epoch, trainer.num_training_batches)
+        if self._parameters:
+            self._check_parameters()
+        self._begin_epoch(trainer)
         facts = {
             "current_epoch": trainer.current_epoch,
             "max_epochs": trainer.max_epochs,
@@ -235,6 +280,7 @@ class Pipeline:
                 self._num_workers = shared(self.plan.workers_used)  # the run takes rank 0's plan
             self._recorder.begin()
             rows = self._rates(trainer, part, optimizer, accumulated)
+            self._first_step, self._options = trainer.global_step, rows
             self.result = pipedream.run(
                 steps,
                 self.plan,
@@ -248,6 +294,7 @@ class Pipeline:
                 **{"weight_fn": _count_one if accumulated > 1 else None, **self._run_arguments},
             )
         self._state = self.result.state
+        self._parameters = _figures_of(steps)
         self._optimizer.state = {}
         self._optimizer_is_newest = False
         self._take_rows(part)
@@ -259,6 +306,18 @@ class Pipeline:
             raise ValueError(
                 f"configure_optimizers returned {len(trainer.optimizers)} optimizers: a pipeline has one"
             )
+        (optimizer,) = trainer.optimizers
+        if not optimizer.param_groups:  # Lightning's stand-in
+            raise ValueError("configure_optimizers returned None: return an optimizer")
+        if self._run_arguments["max_grad_norm"] is not None:
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for name, parameter in trainer.lightning_module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in own:
+                    raise ValueError(
+                        f"the optimizer does not have the parameter {name!r}, whose gradient a pipeline"
+                        " counts for gradient_clip_val and Lightning does not: call"
+                        " requires_grad_(False) on it"
+                    )
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau and config.interval == "step":
                 raise ValueError(
@@ -269,17 +328,22 @@ class Pipeline:
             combined = loop._combined_loader
             if combined is not None and len(combined.flattened) > 1:
                 raise ValueError(f"{name} are {len(combined.flattened)}: give one loader")
+            if loop is trainer.fit_loop and combined.iterables is not combined.flattened[0]:
+                kind = type(combined.iterables).__name__
+                raise ValueError(f"{name} is a loader in a {kind}: give the loader itself")
 
-    def _begin_epoch(self, epoch: int, num_batches: float) -> None:
+    def _begin_epoch(self, trainer: Any) -> None:
         """Sets the loader's random generators to the states that Lightning's own loop would find at the start
         of the epoch. So all parts of an epoch read the batches in the same order.
         """
-        loader = self.train_loader
+        loader, epoch = self.train_loader, trainer.current_epoch
         if loader is self._loader_of_epoch:
             set_generators(loader, self._generators)
             if epoch == self._epoch:
                 return
-            _draw_as_an_epoch(loader, num_batches)
+            _draw_as_an_epoch(loader, trainer.num_training_batches)
+        if self._epoch >= 0 and trainer.fit_loop._last_train_dl_reload_epoch == epoch:
+            _draw_as_an_epoch(loader, 0)  # Lightning makes two iterators of a loader that it has reloaded
         self._epoch, self._loader_of_epoch = epoch, loader
         self._generators = generator_states(self.train_loader)
         self._epoch_seed = shared(int(torch.randint(2**31, ())))
@@ -321,7 +385,7 @@ class Pipeline:
                 continue
             with (
                 generators_kept(),
-                _buffers_kept(self.steps),
+                _buffers_kept(self.steps) as changed_buffers,
                 torch.no_grad(),
                 contextlib.ExitStack() as around,
             ):
@@ -330,6 +394,9 @@ class Pipeline:
                 kept = generator_states(batches.loader)
                 around.callback(set_generators, batches.loader, kept)
                 first = next(iter(batches.one_by_one()))
+                if is_training:
+                    set_generators(batches.loader, kept)
+                    _check_same(first, next(iter(batches.one_by_one())))
                 self.steps.list_batches[is_training] = batches.has_lists
                 if not is_training:
                     around.enter_context(in_eval_mode([self.steps]))
@@ -341,10 +408,12 @@ class Pipeline:
                 if self.steps.trainer.asked_for_step:
                     self.steps.reads_number[is_training] = True
                 if is_training:
-                    self._microbatches = shared(self._choose_microbatches(data, first))
+                    counted = next(changed_buffers, None)
+                    self._microbatches = shared(self._choose_microbatches(data, first, counted))
             layout.is_known = True
 
-    def _choose_microbatches(self, data: Batches, first: Mapping[str, Any]) -> int:
+    def _choose_microbatches(self, data: Batches, first: Mapping[str, Any], buffer: str | None) -> int:
+        """buffer: a buffer that training_step changes."""
         if data.accumulated > 1:
             return data.accumulated
         if self._run_arguments["schedule"] == "auto":
@@ -355,20 +424,22 @@ class Pipeline:
         size = int(first["total"])
         wanted = 1 if stages == 1 else 4 * stages
         chosen = max(m for m in range(1, min(wanted, size) + 1) if size % m == 0)
-        why = self._why_not_cut(first, chosen) if chosen > 1 else None
+        why = self._why_not_cut(first, chosen, buffer) if chosen > 1 else None
         if why is None:
             return chosen
         if is_rank_0():
             print(f"batches are trained on whole: {why}; microbatches={chosen} cuts them", flush=True)
         return 1
 
-    def _why_not_cut(self, first: Mapping[str, Any], num_pieces: int) -> str | None:
-        """Returns the reason not to cut batches: batch norm, or a first batch whose loss is not the mean over
-        its pieces. Returns None if batches may be cut.
+    def _why_not_cut(self, first: Mapping[str, Any], num_pieces: int, buffer: str | None) -> str | None:
+        """Returns the reason not to cut batches: batch norm, a buffer, or a first batch whose loss is not the
+        mean over its pieces. Returns None if batches may be cut.
         """
         assert self.steps is not None
         if has_batch_norm(self.steps):
             return "batch norm would normalize each piece by itself"
+        if buffer is not None:
+            return f"training_step would change the buffer {buffer!r} once for each piece"
         weight_fn = self._run_arguments.get("weight_fn", _count_one)
         try:
             with self.steps.in_eval_mode():
@@ -449,13 +520,36 @@ class Pipeline:
             rows = [Row.of(steps.layouts[True], row) for _, row in pieces]
             samples = [count for count, _ in pieces]
             self._train_rows.append(Row.joined(rows, samples, steps.layouts[True]))
-        self.num_batches = part.first + len(train)
+        end = part.first + len(train)
+        self.num_batches = end if part.end is None or end < part.end else None
         self._val_rows = deque(Row.of(steps.layouts[False], row) for row in val)
+        self.num_val_batches = len(self._val_rows)
+
+
+def _check_same(first: Any, again: Any) -> None:
+    """Raises ValueError if the first batch of an epoch differs when the data are iterated again."""
+    if not all(map(_equal, tensors_of(first), tensors_of(again))):
+        raise ValueError(
+            "train_dataloaders yield another first batch when they are iterated again, and each part of a fit"
+            " iterates them: draw random numbers from the loader's generator, or from the global generators"
+        )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _count_one(batch: Any) -> float:
     """Gives every accumulated batch the same weight, as Lightning does."""
     return 1.0
+
+
+def _figures_of(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Returns figures of each parameter that change if its values do or if it is frozen or thawed."""
+    return {
+        name: (p.requires_grad, *(str(float(f(p.detach()))) for f in (torch.sum, torch.linalg.vector_norm)))
+        for name, p in module.named_parameters()
+    }
 
 
 def _double(tensor: Tensor) -> Tensor:
@@ -475,13 +569,23 @@ def _left_by_trainer(module: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+def _buffers_kept(module: nn.Module) -> Iterator[Iterator[str]]:
+    """In the with block, yields the names of the buffers that were changed or replaced. Restores them at the
+    end."""
+    kept = [
+        (f"{prefix}.{name}".lstrip("."), owner._buffers, name, buffer, buffer.clone())
+        for prefix, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
     try:
-        yield
+        yield (
+            full_name for full_name, table, name, _, before in kept if not torch.equal(table[name], before)
+        )
     finally:
         with torch.no_grad():
-            for buffer, before in kept:
+            for _, table, name, buffer, before in kept:
+                table[name] = buffer
                 buffer.copy_(before)
 
 

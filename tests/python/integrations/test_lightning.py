@@ -209,6 +209,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     ),
     "accumulated gradients, batch norm": ("normalized", ("best",), {"accumulate_grad_batches": 3}),
     "a loss that is a sum": ("sum", (), {"max_epochs": 1, "limit_val_batches": 1}),
+    "a stop that waits for min_steps": ("epoch", ("stopping",), {"max_epochs": 5, "min_steps": 20}),
     "a limit of steps": ("step", ("steps",), {"max_steps": 11, "max_epochs": 3, "limit_val_batches": 1}),
 }
 
@@ -264,6 +265,17 @@ def test_batches_are_cut_unless_that_changes_the_loss(
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) * (0.9 + torch.rand(()) / 5)
 
+    class Numbered(Net):
+        """Its training step counts itself in a buffer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("number", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.number += 1
+            return super().training_step(batch, batch_idx)
+
     cut: list[int] = []
 
     def run(*_: Any, microbatches: int, **__: Any) -> None:
@@ -279,11 +291,12 @@ def test_batches_are_cut_unless_that_changes_the_loss(
         (Net("normalized"), {}),
         (Ignoring(), {}),
         (Ignoring(), {"run": {"weight_fn": count_labels}}),
+        (Numbered(), {}),
         (Net("sum"), {"microbatches": 4}),
     ]:
         with pytest.raises(InterruptedError):
             front.fit(module.double(), *loaders(), plan=plan, **arguments(tmp_path), **given)
-    assert cut == [8, 8, 1, 1, 1, 8, 4]
+    assert cut == [8, 8, 1, 1, 1, 8, 1, 4]
     told = capsys.readouterr().out
     assert "batches are trained on whole: the loss of the first is" in told
     assert "trained on whole: batch norm would normalize each piece by itself; microbatches=8 cuts" in told

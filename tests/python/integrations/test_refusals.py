@@ -69,6 +69,16 @@ class Plateau(Net):
         return [optimizer], [{"scheduler": plateau, "interval": "step", "monitor": "train_loss"}]
 
 
+class Unoptimized(Net):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class OfTheHead(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), 0.1)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -78,8 +88,10 @@ class Plateau(Net):
         (Silent, "training_step of Silent returned NoneType: return the loss, or a dict"),
         (Listing, r"the metric 'curve' \(MulticlassAUROC\) keeps every batch in a list"),
         (Plateau, 'ReduceLROnPlateau with interval "step": use interval "epoch"'),
+        (Unoptimized, "configure_optimizers returned None: return an optimizer"),
+        (OfTheHead, "the optimizer does not have the parameter 'shift', whose gradient a pipeline counts"),
     ],
-    ids=["dict", "tensor", "metric", "nothing", "list", "plateau"],
+    ids=["dict", "tensor", "metric", "nothing", "list", "plateau", "no optimizer", "clipping"],
 )
 def test_a_module_that_a_pipeline_cannot_train_is_refused(tmp_path: Path, module: Any, message: str) -> None:
     plan = pipedream.Plan.straight(NUM_LAYERS, 2)
