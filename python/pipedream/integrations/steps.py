@@ -142,6 +142,12 @@ class Steps:
                 of_step = [*itertools.islice(batches, self._batches_per_step)]
                 if not of_step:
                     break
+                if len(of_step) < self._batches_per_step and not _has_length(self._loader):
+                    raise ValueError(
+                        f"train_dataset has no length and ended with {len(of_step)} of the"
+                        f" {self._batches_per_step} batches of a step, whose gradients a Trainer adds to the"
+                        " next epoch's: give it a length, or a multiple of so many batches"
+                    )
                 self._step += 1
                 self._step_of_epoch += 1
                 yield self.minibatch(of_step)
@@ -192,6 +198,13 @@ class Steps:
         if len(items) < len(cut) or sum(items) == 0:
             items = [float(size) for size in piece_sizes(num_samples, count)]
         return [(piece, each / sum(items)) for piece, each in zip(cut, items, strict=True)]
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except (TypeError, NotImplementedError):
+        return False
 
 
 class HeldOut:

@@ -38,18 +38,32 @@ _HELD_OUT_BYTES_MAX = 1 << 30
 class Loss:
     """The loss of a microbatch, as Trainer.compute_loss computes it."""
 
-    def __init__(self, function: Any, smoother: Any, shifts: bool) -> None:
+    def __init__(self, function: Any, smoother: Any, shifts: bool, is_mixed: bool) -> None:
         self._function = function
+        self._is_mixed = is_mixed
         self._smoother = smoother
         self._shifts = shifts
 
     def __call__(self, outputs: Any, targets: Mapping[str, Any]) -> torch.Tensor:
+        if not self._is_mixed:
+            return self._loss(outputs, targets)
+        # Under autocast the Trainer's model returns float32, and its loss is computed outside the region.
+        device = next(tensor.device.type for tensor in tensors_of(outputs))
+        with torch.autocast(device, enabled=False):
+            return self._loss(map_tensors(_widened, outputs), targets)
+
+    def _loss(self, outputs: Any, targets: Mapping[str, Any]) -> torch.Tensor:
         labels, items = targets["labels"], targets.get("items")
         if self._function is not None:
             loss = self._function(outputs, labels, num_items_in_batch=items)
         elif self._smoother is not None and labels is not None:
             loss = self._smoother(outputs, labels, shift_labels=self._shifts, num_items_in_batch=items)
         else:
+            if isinstance(outputs, Mapping) and "loss" not in outputs:
+                raise ValueError(
+                    f"the model returned {', '.join(outputs)} and no loss: give labels in train_dataset and"
+                    " eval_dataset, or compute_loss_func, or eval_strategy='no' for data without labels"
+                )
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
         # The Trainer sums losses in float64.
         scaled: torch.Tensor = loss.double() * targets["scale"]
@@ -60,7 +74,13 @@ def loss_of_batch(trainer: PipelineTrainer, form: LossForm) -> Loss:
     model = trainer.model
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return Loss(trainer.compute_loss_func, trainer.label_smoother, shifts)
+    return Loss(
+        trainer.compute_loss_func, trainer.label_smoother, shifts, autocast_of(trainer.args) is not None
+    )
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def loss_form(trainer: PipelineTrainer) -> LossForm:
@@ -115,9 +135,11 @@ class Predictions:
         self._preprocess = trainer.preprocess_logits_for_metrics
         self._compute = trainer.compute_metrics
         self._concatenates = trainer.args.eval_do_concat_batches
+        self._is_mixed = autocast_of(trainer.args) is not None
 
     def kept(self, outputs: Any, targets: Mapping[str, Any]) -> Any:
         """Returns the parts of a batch to keep: logits, labels, and an input if compute_metrics needs one."""
+        outputs = map_tensors(_widened, outputs) if self._is_mixed else outputs
         if isinstance(outputs, Mapping):
             logits: Any = tuple(value for key, value in outputs.items() if key not in self._ignored)
         else:
@@ -139,7 +161,14 @@ class Predictions:
         predictions, labels, inputs = arrays
         given = {} if inputs is None else {"inputs": inputs}
         computed = self._compute(EvalPrediction(predictions=predictions, label_ids=labels, **given))
-        return {key: float(value) for key, value in computed.items()}
+        return {key: _as_number(key, value) for key, value in computed.items()}
+
+
+def _as_number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"compute_metrics returned {name!r} as {value!r}: return a number") from None
 
 
 def plain_loader(loader: Any) -> DataLoader[Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import SaveStrategy, has_length
 
 from pipedream import _core
 from pipedream.callbacks.callback import (
@@ -41,7 +41,7 @@ from pipedream.integrations.trainer_parts import (
     loss_of_batch,
     plain_loader,
 )
-from pipedream.integrations.whole_optimizer import StageOptimizers, StageSchedulers
+from pipedream.integrations.whole_optimizer import StageOptimizers, StageSchedulers, options_of
 from pipedream.launch.profiling import profile
 from pipedream.launch.runner import run
 from pipedream.model.batch_norm import has_batch_norm
@@ -84,6 +84,8 @@ class Training:
         self._prepare_optimizer()
         self._first_step = trainer.state.global_step
         self._stop = False
+        self.is_reporting = False
+        """Whether the Trainer is asking for the figures of an evaluation that the pipeline has made."""
         self._factor = 1.0
         self._metrics: dict[int, dict[str, float]] = {}
         """By step, the metrics of evaluations that have not been reported to the Trainer."""
@@ -100,6 +102,14 @@ class Training:
             self._resume_scheduler(self._resumed)
 
     def _check(self) -> None:
+        args = self._trainer.args
+        if not has_length(self._loader):
+            for name in ("logging_strategy", "eval_strategy", "save_strategy"):
+                if getattr(args, name) == "epoch":
+                    raise ValueError(
+                        f"{name} is 'epoch', and train_dataset has no length, so only the workers know where"
+                        " an epoch ends: use 'steps'"
+                    )
         if self._validates and isinstance(self._trainer.eval_dataset, dict):
             raise ValueError(
                 "eval_dataset is a dict, and a training evaluates one dataset: give one, or"
@@ -126,6 +136,7 @@ class Training:
                 " lr_scheduler_type; use that one, or load its model and start a new training"
             )
         state.give_to(scheduler)
+        self._note_options()
         self._factors, self._factor = state.factors, state.pending
 
     def _prepare_optimizer(self) -> None:
@@ -133,6 +144,12 @@ class Training:
         if trainer._created_lr_scheduler:
             trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
         trainer.create_optimizer()
+        is_used = trainer.optimizer is trainer._used_optimizer or bool(trainer.optimizer.state)
+        if is_used and self._resumed is None:
+            raise ValueError(
+                "the optimizer has made steps before this train(), and workers begin with new state: set"
+                " trainer.optimizer = None for a new optimizer, or give resume_from_checkpoint"
+            )
         trainer.create_scheduler(num_training_steps=self._num_steps)
         self._optimizers = StageOptimizers(trainer.optimizer, trainer.model)
         self._by_metric = type(trainer.lr_scheduler).__name__ in _BY_METRIC
@@ -141,9 +158,13 @@ class Training:
         trainer.optimizer._opt_called = True
         for _ in range(0 if self._by_metric else trainer.state.global_step):
             trainer.lr_scheduler.step()
+        self._note_options()
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(trainer.callback_handler, name, getattr(trainer, name))
         trainer.callback_handler.train_dataloader = self._loader
+
+    def _note_options(self) -> None:
+        self._options = copy.deepcopy(options_of(self._trainer.optimizer))
 
     # The plan.
 
@@ -326,12 +347,13 @@ class Training:
         metrics |= {key if key.startswith("eval_") else f"eval_{key}": v for key, v in figures.items()}
         self._metrics[report.minibatch] = metrics
 
-    def take_metrics(self) -> dict[str, float] | None:
-        """Returns the metrics of the latest evaluation that has not been reported, up to the present step;
-        None if there is no such evaluation. All evaluations up to this step then count as reported.
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the latest evaluation that has not been reported, up to the present step.
+        All evaluations up to this step then count as reported.
         """
+        self.is_reporting = False
         steps = [step for step in self._metrics if step <= self._trainer.state.global_step]
-        found = self._metrics[max(steps)] if steps else None
+        found = self._metrics[max(steps)]
         for step in steps:
             del self._metrics[step]
         return found
@@ -396,8 +418,14 @@ class Training:
         self.call("on_pre_optimizer_step")
         self.call("on_optimizer_step")
         rate = trainer._get_learning_rate()
+        if options_of(trainer.optimizer) != self._options:
+            raise ValueError(
+                f"a callback changed the optimizer's options before step {state.global_step + 1}, which the"
+                " workers have made without the change: use an lr_scheduler"
+            )
         if not self._by_metric:
             trainer.lr_scheduler.step()
+            self._note_options()
         state.global_step += 1
         state.epoch = epoch + batches / self._batches_per_epoch
         self.call("on_step_end")
@@ -444,11 +472,13 @@ class Training:
     def _evaluate(self) -> None:
         trainer = self._trainer
         before = [group["lr"] for group in trainer.optimizer.param_groups]
+        self.is_reporting = True
         metrics = trainer._evaluate(self._trial, self._ignored_keys)
         trainer.control.should_evaluate = False
         after = [group["lr"] for group in trainer.optimizer.param_groups]
         if self._by_metric:
             self._factor *= self._common_factor(before, after)
+            self._note_options()
         is_best = trainer._determine_best_metric(metrics=metrics, trial=self._trial)
         if trainer.args.save_strategy == SaveStrategy.BEST:
             trainer.control.should_save = is_best

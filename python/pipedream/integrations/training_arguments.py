@@ -24,6 +24,7 @@ REFUSED = {
     "neftune_noise_alpha": "leave it out: its noise was not tried in stages",
     "optim_target_modules": "leave it out: an optimizer sees the parameters of one stage",
     "parallelism_config": "leave it out: the pipeline takes its place",
+    "predict_with_generate": "evaluations compute logits: leave it out, and generate after train()",
     "push_to_hub": "leave it out, and call push_to_hub() after train()",
     "torch_compile": "leave it out: stages are not compiled as a whole",
     "torch_compile_backend": "leave it out: stages are not compiled as a whole",

@@ -87,6 +87,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         self._asked_plan = AskedPlan.of(plan, workers, bandwidth)
         self._schedule = schedule
         self._in_run: Training | None = None
+        self._used_optimizer: torch.optim.Optimizer | None = None
+        """The optimizer of an earlier train(), whose state has stayed in the workers."""
         super().__init__(*args, **kwargs)
         check_training_arguments(self.args)
         self._check_own_methods()
@@ -110,6 +112,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         return is_rank_0()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self._check_not_in_run("save_model")
         if is_rank_0():
             super().save_model(output_dir, _internal_call)
 
@@ -124,8 +127,17 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
             super()._move_model_to_device(self.model, self.args.device)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_not_in_run("predict")
         self._place_model()
         return super().predict(*args, **kwargs)
+
+    def _check_not_in_run(self, method: str) -> None:
+        """Raises ValueError while workers train, because this process has the weights from before."""
+        if self._in_run is not None:
+            raise ValueError(
+                f"a callback called {method}() during the training, when the weights are in the workers: set"
+                " control.should_evaluate or control.should_save, or call it after train()"
+            )
 
     # Training.
 
@@ -155,15 +167,19 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
     ) -> Any:
         prefix = rendezvous_prefix() if under_torchrun() else None
         with mistakes_told(prefix):
-            training = self._in_run = Training(self, trial, ignore_keys_for_eval, resume_from_checkpoint)
+            training = Training(self, trial, ignore_keys_for_eval, resume_from_checkpoint)
             plan = training.agree_on_plan(prefix)
-        training.begin()
-        result = training.run(plan)
-        self._in_run = None
-        training.end(is_interrupted=result.is_interrupted)
-        if prefix is not None:  # only rank 0 has evaluated and saved, and its Ctrl-C counts for all ranks
+        best = None if prefix is None else f"{prefix}/best"
+        # A callback may fail at rank 0 alone, and after the last step, when the others wait for rank 0 below.
+        with mistakes_told(best, text="failed"):
+            training.begin()
+            self._in_run, self._used_optimizer = training, self.optimizer
+            result = training.run(plan)
+            self._in_run = None
+            training.end(is_interrupted=result.is_interrupted)
+        if best is not None:  # only rank 0 has evaluated and saved, and its Ctrl-C counts for all ranks
             of_rank_0 = [self.state.best_model_checkpoint, self.state.best_metric, result.is_interrupted]
-            told = shared_by_rank_0(f"{prefix}/best", lambda: of_rank_0)
+            told = shared_by_rank_0(best, lambda: of_rank_0)
             self.state.best_model_checkpoint, self.state.best_metric, result.is_interrupted = told
         if result.is_interrupted:
             interrupt = KeyboardInterrupt()
@@ -177,14 +193,16 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        metrics = None if self._in_run is None else self._in_run.take_metrics()
-        if metrics is None:
+        if self._in_run is None:
             self._place_model()
             evaluated: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             return evaluated
+        training = self._in_run
+        if not training.is_reporting:
+            self._check_not_in_run("evaluate")
+        metrics = training.take_metrics()
         self.log(metrics)
-        assert self._in_run is not None
-        self._in_run.call("on_evaluate", metrics)
+        training.call("on_evaluate", metrics)
         return metrics
 
 

@@ -22,22 +22,22 @@ _SHARING_TIMEOUT_S = 3600.0  # rank 0 may profile a large model
 
 
 @contextlib.contextmanager
-def mistakes_told(prefix: str | None) -> Iterator[None]:
+def mistakes_told(prefix: str | None, *, text: str = "could not start") -> Iterator[None]:
     """Tells the other ranks if a check in the with block fails. A check may fail at one rank only, for
     example because of its key file, and the other ranks would wait for that rank. prefix: the prefix of this
-    call's keys; None without torchrun."""
+    call's keys; None without torchrun. text: what has happened to this rank."""
     try:
         yield
     except Exception as error:
         if prefix is not None:
-            _tell_the_others(prefix, error)
+            _tell_the_others(prefix, text, error)
         raise
 
 
-def _tell_the_others(prefix: str, error: Exception) -> None:
-    """Tells the other ranks that this rank could not start. Does nothing if the store does not answer."""
+def _tell_the_others(prefix: str, text: str, error: Exception) -> None:
+    """Tells the other ranks that this rank has failed. Does nothing if the store does not answer."""
     with contextlib.suppress(Exception):
-        text = f"rank {os.environ['RANK']} could not start: {describe_error(error)}"
+        text = f"rank {os.environ['RANK']} {text}: {describe_error(error)}"
         with torchrun_rendezvous(prefix, _TELL_TIMEOUT_S) as rendezvous:
             rendezvous.fail(text)
 

@@ -23,6 +23,8 @@ pytest.importorskip("accelerate")
 
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from pipedream.integrations import lightning as front  # noqa: E402
+from pipedream.integrations import trainer_run  # noqa: E402
+from pipedream.integrations.trainer_parts import Loss, Predictions  # noqa: E402
 from pipedream.integrations.trainer_run import Training  # noqa: E402
 from pipedream.integrations.transformers import PipelineTrainer  # noqa: E402
 from small_trainer import make_trainer, samples  # noqa: E402
@@ -182,3 +184,59 @@ def test_a_step_of_a_subclass_is_refused(tmp_path: Path, name: str) -> None:
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(ValueError, match=f"Own has a {name} of its own, which a pipeline does not call"):
         own(model=torch.nn.Linear(2, 2), args=args, workers=2)
+
+
+class Unsized(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(samples(4, 1))
+
+
+@pytest.mark.parametrize("name", ["logging_strategy", "eval_strategy", "save_strategy"])
+def test_an_end_of_an_epoch_that_the_caller_does_not_see_is_refused(tmp_path: Path, name: str) -> None:
+    trainer = make_trainer(tmp_path, is_pipeline=True, given={}, **{name: "epoch"})
+    trainer.train_dataset = Unsized()
+    with pytest.raises(ValueError, match=f"{name} is 'epoch', and train_dataset has no length, so only the"):
+        trainer.train()
+
+
+def test_an_optimizer_that_has_made_steps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any, **__: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(trainer_run, "run", run)
+    message = "the optimizer has made steps before this train"
+    trainer = make_trainer(tmp_path, is_pipeline=True, given={})
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    trainer.optimizer = None
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer.optimizer.step()
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    loss = Loss(None, None, shifts=False, is_mixed=False)
+    with pytest.raises(ValueError, match="the model returned logits and no loss: give labels in"):
+        loss({"logits": torch.ones(2)}, {"labels": None, "scale": 1.0})
+
+
+def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    given = {"compute_metrics": lambda _: {"right": torch.ones(()), "each": [1, 2]}}
+    predictions = Predictions(make_trainer(tmp_path, is_pipeline=True, given=given), None)
+    with pytest.raises(ValueError, match=r"compute_metrics returned 'each' as \[1, 2\]: return a number"):
+        predictions.measure([(torch.ones(1, 2), torch.ones(1), None)], [])
+
+
+def test_generation_while_evaluating_is_refused(tmp_path: Path) -> None:
+    args = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path), predict_with_generate=True, use_cpu=True, report_to="none"
+    )
+    with pytest.raises(ValueError, match="predict_with_generate of TrainingArguments is True, which a pipel"):
+        PipelineTrainer(torch.nn.Linear(2, 2), args, workers=2)

@@ -16,7 +16,8 @@ make_torchvision_importable()
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from small_trainer import assert_same, make_trainer, train  # noqa: E402
+from pipedream.integrations.trainer_parts import Loss  # noqa: E402
+from small_trainer import assert_same, make_trainer, samples, train  # noqa: E402
 
 pytestmark = pytest.mark.slow  # needs transformers, which make test does not install
 
@@ -104,3 +105,62 @@ def test_an_evaluation_that_a_callback_asks_for_cannot_choose_what_is_saved(
     options = {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}
     outcomes = farm.run(train, tmp_path, options, is_pipeline=True, callbacks=[Asking()], num_ranks=2)
     assert "a callback set should_evaluate, and save_strategy is 'best'" in str(outcomes[0].error)
+
+
+class Meddling(transformers.TrainerCallback):  # type: ignore[misc]
+    """Does after the first step what needs the weights of that moment, or changes the optimizer."""
+
+    def __init__(self, case: str) -> None:
+        self.case = case
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, *_: Any, **given: Any) -> None:
+        if self.case == "evaluate":
+            self.trainer.evaluate(samples(4, 3), metric_key_prefix="train")
+        elif self.case == "predict":
+            self.trainer.predict(samples(4, 3))
+        elif self.case == "save_model":
+            self.trainer.save_model(args.output_dir)
+        else:
+            given["optimizer"].param_groups[0]["weight_decay"] = 0.5
+
+
+def _meddle(folder: Path, case: str) -> None:
+    callback = Meddling(case)
+    # A planned evaluation waits to be reported when the callback is called.
+    options = {"eval_strategy": "steps", "eval_steps": 1}
+    callback.trainer = make_trainer(folder, is_pipeline=True, given={"callbacks": [callback]}, **options)
+    callback.trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        *((name, f"a callback called {name}() during the training") for name in ("evaluate", "predict")),
+        (
+            "save_model",
+            "a callback called save_model() during the training, when the weights are in the work",
+        ),
+        ("options", "a callback changed the optimizer's options before step 2, which the workers have made"),
+    ],
+)
+def test_what_a_callback_does_with_old_weights_is_refused(
+    farm: Farm, tmp_path: Path, case: str, message: str
+) -> None:
+    outcomes = farm.run(_meddle, tmp_path, case, num_ranks=2)
+    assert message in str(outcomes[0].error)
+    assert outcomes[1].exit_code is None  # rank 1 hears of it and ends, too
+
+
+def test_a_loss_under_autocast_is_computed_in_float32() -> None:
+    """accelerate widens what a model returns, and Trainers compute their loss outside the region."""
+    seen: list[Any] = []
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
+        seen.extend([outputs["logits"].dtype, torch.is_autocast_enabled("cpu")])
+        return outputs["logits"].sum()
+
+    outputs = {"logits": torch.ones(2, dtype=torch.bfloat16)}
+    with torch.autocast("cpu", torch.bfloat16):
+        Loss(loss, None, shifts=False, is_mixed=True)(outputs, {"labels": None, "scale": 1.0})
+    assert seen == [torch.float32, False]

@@ -55,6 +55,22 @@ def test_a_step_has_its_batches_uncut_and_an_epoch_ends_with_fewer() -> None:
     assert all(sum(map(share_of_loss, (t for _, t in step))) == pytest.approx(1.0) for step in steps)
 
 
+class _Unsized(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(_batches())
+
+
+def test_a_step_that_the_end_of_unsized_data_cuts_short_is_refused() -> None:
+    # The Trainer keeps the gradients of the fifth batch and adds those of the next epoch's first step.
+    loader = DataLoader(_Unsized(), batch_size=None)
+    steps = iter(Steps(loader, LossForm(), num_steps=7, batches_per_step=2))
+    assert [len(next(steps)) for _ in range(2)] == [2, 2]
+    with pytest.raises(
+        ValueError, match="train_dataset has no length and ended with 1 of the 2 batches of a"
+    ):
+        next(steps)
+
+
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("divides", [True, False])
 @pytest.mark.parametrize("counts", [True, False])

@@ -93,3 +93,10 @@ def test_stages_that_keep_the_class_begin_with_the_state_of_the_whole() -> None:
         each.step()
     for found, expected in zip(cut_model.parameters(), whole_model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_bfloat16_parameters_keep_the_class_of_the_whole_optimizer() -> None:
+    """pipedream.optim would keep float32 masters, and so train otherwise than the library."""
+    model = _model().to(torch.bfloat16)
+    whole = torch.optim.AdamW(model.parameters(), lr=0.1)
+    assert type(StageOptimizers(whole, model)(model.named_parameters())) is torch.optim.AdamW
