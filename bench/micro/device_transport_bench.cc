@@ -48,7 +48,7 @@ struct Settings {
   std::string sender = "cuda:0";
   std::string receiver = "cuda:0";
   int rounds = 7;
-  double seconds = 0.2;  // of one measurement: a way at a size in a round
+  double seconds = 0.2;  // time of one measurement: one way, at one size, in one round
   std::vector<std::size_t> sizes = {64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
   bool json = false;
 };

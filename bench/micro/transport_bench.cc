@@ -51,7 +51,7 @@ constexpr std::size_t kBytesAlignment = 4096;
 
 struct Settings {
   int rounds = 7;
-  double seconds = 0.15;  // of one measurement: a way at a size in a round
+  double seconds = 0.15;  // time of one measurement: one way, at one size, in one round
   std::vector<std::size_t> sizes = {4096, 65536, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
   std::string only;  // comma-separated names of ways to measure; empty for all
   std::string sender_netns;

@@ -210,7 +210,7 @@ def _serve(rank: int, connection: Connection, port: int, folder: str) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)
-    _core.keep_freed_memory()  # applies to all sides alike
+    _core.keep_freed_memory()  # all sides get the same setting
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
     while (call := connection.recv()) is not None:
         function, arguments = call

@@ -36,8 +36,8 @@ from pipedream.planning.simulator import simulate
 SIZES = ((23, 16), (40, 16), (136, 64), (400, 256), (400, 1024))
 # The time of the search within limits grows with the square of the number of workers.
 LIMITED_WORKERS_MAX = 64
-SEARCHED_WORKERS_MAX = 64  # keeps the time of the search to seconds
-SIMULATED_ITEMS_MAX = 20_000  # minibatches times stages
+SEARCHED_WORKERS_MAX = 64  # so that the search takes only seconds
+SIMULATED_ITEMS_MAX = 20_000  # largest product of minibatches and stages
 BANDWIDTH = "10Gbit/s"
 
 

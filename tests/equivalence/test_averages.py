@@ -104,7 +104,7 @@ def test_averages_equal_a_plain_loops_to_the_last_bit_where_the_schedule_drains(
         replace(_FLUSH, replicas=(2, 1), microbatches=2),
         replace(_FLUSH, case_name="cnn", replicas=(1, 2), microbatches=2, optimizer=_native),
         replace(_FLUSH, replicas=(2, 1), microbatches=2, sync="allreduce"),
-        replace(_FLUSH, num_stages=1, replicas=(2,), microbatches=2),  # a chunk has a whole matrix
+        replace(_FLUSH, num_stages=1, replicas=(2,), microbatches=2),  # with replicas of the whole model
         replace(_FLUSH, num_stages=4, schedule="interleaved", microbatches=2),
     ],
     ids=str,

@@ -105,7 +105,7 @@ def test_replicas_push_gradients_and_pull_versions_of_two_bytes_a_parameter(farm
     wide = Training("connected", 2, torch.float32, optimizer=_ADAMW, short_last=False, **how)
     of_float32 = farm.results(train_in_pipeline, wide, num_ranks=3)[0][0]
     ratio = narrow.bytes_synced / of_float32.bytes_synced
-    assert 0.5 <= ratio < 0.51  # gaps between tensors do not shrink
+    assert 0.5 <= ratio < 0.51  # the gaps between tensors do not become smaller
 
 
 def test_masters_and_moments_are_float32_in_the_pool(farm: Farm) -> None:

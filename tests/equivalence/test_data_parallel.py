@@ -1,8 +1,8 @@
 """Compares schedule="data_parallel" with a real DistributedDataParallel in the same number of processes.
 
-The models have no batch norm, because its running statistics differ. DistributedDataParallel takes rank 0's
-in every forward. In pipedream each replica has its own, and the result has their mean. All rounds are whole,
-because the ranks of DistributedDataParallel have equally many minibatches.
+The models have no batch norm, because its running statistics differ. DistributedDataParallel uses rank 0's in
+every forward. In pipedream each replica has its own, and the result has their mean. In every update all ranks
+have a minibatch, because the ranks of DistributedDataParallel need equally many.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Collecting(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.maker != os.getpid():  # a worker would have imported the library
+        if self.maker != os.getpid():  # stands in for the library, which a real worker has imported
             library = types.SimpleNamespace(_CAN_RECORD_REGISTRY={})
             sys.modules["transformers.utils.output_capturing"] = library  # type: ignore[assignment]
 

@@ -168,7 +168,7 @@ def _num_crossings(num_replicas: int, num_chunks: int, num_rounds: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         for owner in (_core.Worker, _core.ShardExchange):
             for name, method in vars(owner).items():
-                # Pulse is left out, because a timer calls it.
+                # pulse() is left out, because a timer calls it
                 if callable(method) and not name.startswith("_") and name != "pulse":
                     patch.setattr(owner, name, counted(method))
         pipedream.run(

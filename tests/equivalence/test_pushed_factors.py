@@ -38,8 +38,8 @@ def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training
     return Training(case_name, len(replicas), replicas=replicas, **how)
 
 
-# There are 7 minibatches by default. The last one has half the samples. With 2 or 3 replicas it is alone in
-# its round.
+# There are 7 minibatches by default. The last one has half the samples. With 2 or 3 replicas it alone makes
+# the last update.
 @pytest.mark.parametrize(
     ("case_name", "replicas", "how"),
     [

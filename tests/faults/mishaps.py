@@ -80,8 +80,8 @@ def be_stopped_after(gate: str) -> None:
 
 
 def hold_the_gil() -> None:
-    """Holds the GIL in C code without a break. The process lives and sends beats, but the interpreter does
-    not run.
+    """Holds the GIL in C code without a break. The process lives and its transport says so (by beats), but
+    the interpreter does not run.
     """
     ctypes.PyDLL(None).sleep(3600)
 

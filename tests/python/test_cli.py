@@ -1293,7 +1293,7 @@ def test_mistake_in_trace_is_one_line_and_status_2(call: Caller, arguments: list
     outcome = call("trace", *arguments)
     assert outcome.status == 2
     assert message in outcome.error()
-    assert "<string>" not in outcome.error()  # the file name in the frame of a dataclass's __init__
+    assert "<string>" not in outcome.error()  # frames of a dataclass's __init__ have this file name
 
 
 def test_trace_shows_the_replicas_of_a_plan(call: Caller) -> None:

@@ -32,7 +32,7 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
         self.norm1 = nn.BatchNorm2d(CHANNELS)
-        self.relu = nn.ReLU(inplace=True)  # called twice
+        self.relu = nn.ReLU(inplace=True)  # each forward calls it twice
         self.conv2 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
         self.norm2 = nn.BatchNorm2d(CHANNELS)
 

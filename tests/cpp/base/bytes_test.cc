@@ -1,4 +1,4 @@
-// Sizes are formatted in binary units, with two digits.
+// Tests that sizes are formatted in binary units, with two digits.
 #include "base/bytes.h"
 
 #include <gtest/gtest.h>

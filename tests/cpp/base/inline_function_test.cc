@@ -28,7 +28,7 @@ TEST(InlineFunction, WhatIsCapturedMovesWithItAndDiesOnce) {
     Function first([captured, &seen] { seen = *captured; });
     EXPECT_EQ(captured.use_count(), 2);
     Function second(std::move(first));
-    EXPECT_FALSE(static_cast<bool>(first));  // NOLINT(bugprone-use-after-move): that is the point
+    EXPECT_FALSE(static_cast<bool>(first));  // NOLINT(bugprone-use-after-move): the test is about this
     EXPECT_EQ(captured.use_count(), 2);
     Function third;
     third = std::move(second);

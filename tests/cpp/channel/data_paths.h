@@ -17,7 +17,7 @@ namespace pipedream {
 
 enum class DataPath {
   kDirect,        // the wire reads the tensors, and writes the receiver's slots
-  kStaged,        // through staging buffers at both ends
+  kStaged,        // the bytes go through staging buffers at both ends
   kPlaced,        // the sender writes into the receiver's slots
   kPlacedStaged,  // the sender writes into the receiver's staging buffers
   // The same paths on hostile devices, whose memory the wire cannot reach.

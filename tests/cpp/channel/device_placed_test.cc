@@ -49,7 +49,7 @@ TEST_P(DevicePlaced, SlotIsGrantedAgainOnlyWhenItsLastReaderIsDone) {
   std::unique_ptr<StreamGate> gate;
   {
     const ReceivedItem item = take_after_send(0);
-    EXPECT_EQ(item.ready, nullptr);  // the bytes are there
+    EXPECT_EQ(item.ready, nullptr);  // the bytes have arrived
     gate = read_late(item, *read);
   }  // dropped before it was read
   send_one_tensor(1);

@@ -292,7 +292,7 @@ TEST_P(Channels, KeepAliveDiesOnceOnTheCollectingThread) {
     static_cast<void>(take());
   }
   ASSERT_TRUE(sender_->wait_until_sent(patience()));
-  EXPECT_EQ(deaths_.count(), 0U);  // no other thread destroys them
+  EXPECT_EQ(deaths_.count(), 0U);  // no other thread has destroyed a keep_alive
   sender_->collect_released();
   EXPECT_EQ(deaths_.count(), 5U);
   EXPECT_TRUE(deaths_.all_on_this_thread());
@@ -683,7 +683,7 @@ TEST_P(Channels, SenderSaysWhichItemsSlotIsItsLast) {
   const auto is_granted = [&] { return sender_->stats().link.frames_received == 3; };
   ASSERT_TRUE(wait_until([&] { return sender_wakeup_.wait_until(moment(), is_granted); }));
   for (std::size_t item = 0; item < 2; ++item) {
-    send(static_cast<std::int64_t>(item), one_tensor(10, 1));  // one chunk
+    send(static_cast<std::int64_t>(item), one_tensor(10, 1));  // an item of one chunk
     ASSERT_TRUE(bare_receiver_.wait_frames(item + 1));
     EXPECT_EQ(bare_receiver_.frames().back().header.has_last_slot, item == 1) << item;
   }

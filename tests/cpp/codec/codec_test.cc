@@ -1,6 +1,6 @@
 // Tests the codecs on the host. Decoded values are within the bound of error that each codec promises. topk
-// chooses the elements that a sort would choose, and its residual loses nothing. All instruction sets give
-// the same bytes.
+// chooses the elements that a sort would choose. It keeps what it does not send, the residual, and adds it to
+// the next item, so nothing is lost. All instruction sets give the same bytes.
 #include "codec/codec.h"
 
 #include <gtest/gtest.h>

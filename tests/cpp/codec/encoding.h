@@ -83,7 +83,7 @@ class Encoding {
     return decode();
   }
 
-  // The number of entries that topk sends.
+  // Returns the number of entries that topk sends.
   [[nodiscard]] std::size_t num_entries() const {
     return encoded_bytes_ / (sizeof(std::uint32_t) + sizeof(SentOf<T>));
   }

@@ -1,5 +1,5 @@
 // Tests that every backend encodes to the same bytes as the host, in the order of the stream. The host is
-// always tested, and CUDA if there is a device.
+// always tested, and CUDA is tested if there is a device.
 #include "codec/stream_codec.h"
 
 #include <gtest/gtest.h>

@@ -138,7 +138,7 @@ Fiber::Fiber(Body body, void* argument) : state_(std::make_unique<State>()) {
   char* const first_used = static_cast<char*>(state_->stack) + kStackBytes - next_place_bytes();
   auto* top = reinterpret_cast<std::uint64_t*>(first_used);
   *--top = 0;                                              // the entry's caller: none
-  *--top = reinterpret_cast<std::uint64_t>(&enter_fiber);  // where the first switch returns to
+  *--top = reinterpret_cast<std::uint64_t>(&enter_fiber);  // the address to which the first switch returns
   for (int saved = 0; saved < 6; ++saved) *--top = 0;
   state_->top = top;
 #else

@@ -38,7 +38,7 @@ struct Builtins {
   dim3 block_size;
   dim3 grid_size;
 };
-inline Builtins current;  // of the CUDA thread that runs now
+inline Builtins current;  // the values of the CUDA thread that runs now
 
 void wait_for_block();
 // Every lane of the warp calls this with a value, and gets the value of the lane `from`.

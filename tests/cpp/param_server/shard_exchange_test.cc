@@ -181,7 +181,7 @@ class Owner {
   const std::int64_t index_;
   std::vector<Bytes> slots_;
   Bytes push_slot_;
-  std::int64_t slot_ = 0;  // has the newest version
+  std::int64_t slot_ = 0;  // the slot of the newest version
   QueueCarrier carrier_;
   ShardExchange exchange_;
 };

@@ -1,6 +1,7 @@
 // Explores every interleaving of replicas and their shards in a small model. The model executes the replicas'
-// lists of instructions (transfers.h). Its queues keep all items in order but may be slow. A gradient is a
-// power of two, so the value of a weight shows which gradients were added to it.
+// lists of instructions (transfers.h). Its queues keep all items in order but may be slow. A round is the
+// minibatches of one update. A gradient is a power of two, so the value of a weight shows which gradients
+// were added to it.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -65,7 +66,7 @@ struct Replica {
 // The state of all replicas and queues at one time.
 struct State {
   std::vector<Replica> replicas;
-  std::map<std::pair<std::int64_t, std::int64_t>, std::deque<Item>> pushes;  // by sender and receiver
+  std::map<std::pair<std::int64_t, std::int64_t>, std::deque<Item>> pushes;  // keyed by sender and receiver
   std::map<std::pair<std::int64_t, std::int64_t>, std::deque<Item>> pulls;
 
   friend auto operator<=>(const State&, const State&) = default;

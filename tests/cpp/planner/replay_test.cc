@@ -168,7 +168,7 @@ TEST(Replay, spares_and_asynchronous_shards_answer_beside_the_lists) {
   stage.push_ms = stage.pull_ms = 2;
   ScheduleOptions served = make_options("data_parallel", {2});
   served.asynchronous = true;
-  // A round takes 7.5 ms: 3 for forward and backward, 2 for the push, 0.5 for the owner's update and 2 for
+  // One update takes 7.5 ms: 3 for forward and backward, 2 for the push, 0.5 for the owner's update and 2 for
   // the answer. The replica's own update runs meanwhile.
   EXPECT_DOUBLE_EQ(steady_ms(served, 24, Timing{{stage}, {}}), 7.5 / 2);
   stage.num_replicas = 3;

@@ -50,8 +50,8 @@ TEST(StageMemory, WhatIsInFlightIsOfMicrobatches) {
 }
 
 TEST(StageMemory, ReplicasKeepTheVersionsOfTheirRounds) {
-  // Five microbatches are in flight at 3 replicas. A replica's microbatches per round, c, are 1, 2 and 4 for
-  // minibatches of 1, 6 and 12.
+  // Five microbatches are in flight at 3 replicas. c is the number of microbatches that a replica contributes
+  // to an update. It is 1, 2 and 4 for minibatches of 1, 6 and 12 microbatches.
   EXPECT_EQ(StageCopies::stashing(3, 5, 1).num_versions, 5);
   EXPECT_EQ(StageCopies::stashing(3, 5, 6).num_versions, 3);
   EXPECT_EQ(StageCopies::stashing(3, 5, 12).num_versions, 2);

@@ -43,7 +43,7 @@ TEST(Timeline, the_window_leaves_out_what_is_started_before_the_first_update_at_
   // Two minibatches are started before the first update, so one minibatch is left out at each end.
   const TimelineSummary summary = summarize({row_of("F0 F1 B0 U0 F2 B1 U1 - F3 B2 U2 B3 U3")});
   ASSERT_TRUE(summary.steady);
-  EXPECT_DOUBLE_EQ(summary.steady->ms_per_minibatch, 11 - 7);  // from U1 to U2
+  EXPECT_DOUBLE_EQ(summary.steady->ms_per_minibatch, 11 - 7);  // time from U1 to U2
   EXPECT_DOUBLE_EQ(summary.steady->bubble_share, 1.0 / 4);
   EXPECT_FALSE(summarize({row_of("F0 F1 B0 U0 F2 B1 U1 B2 U2")}).steady);
 }
@@ -55,7 +55,8 @@ TEST(Timeline, the_window_begins_and_ends_with_a_round_of_all) {
   const std::vector<TimedStep> rounds = row_of("F0 B0 F1 B1 U0 - F2 B2 F3 B3 U2 - F4 B4 F5 B5 U4 - F6 B6 U6");
   const TimelineSummary summary = summarize({each, rounds});
   ASSERT_TRUE(summary.steady);
-  EXPECT_DOUBLE_EQ(summary.steady->ms_per_minibatch, (17.0 - 11) / 2);  // from round 2 to round 4
+  // Time from U2 to U4, the updates of all workers.
+  EXPECT_DOUBLE_EQ(summary.steady->ms_per_minibatch, (17.0 - 11) / 2);
 }
 
 TEST(Timeline, a_worker_without_updates_has_no_steady_state) {

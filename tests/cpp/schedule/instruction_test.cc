@@ -1,4 +1,4 @@
-// Instructions are written as text and parsed back.
+// Tests that instructions are written as text and parsed back.
 #include "schedule/instruction.h"
 
 #include <gtest/gtest.h>

@@ -35,7 +35,7 @@ BACKWARD stage 1 minibatch 1 microbatch 0 reads version 0
 UPDATE stage 1 minibatch 1 writes version 2
 )";
 
-// 1F1B on two stages that drains after every third minibatch.
+// A program that is 1F1B on two stages, and drains after every third minibatch.
 constexpr const char* kDrainsAfterThree = R"(
 worker 0
 body every 3 minibatches

@@ -1,5 +1,5 @@
 // Tests replicated stages: which replica computes which microbatch, which versions are read, and what
-// replicas push and pull.
+// replicas push and pull. A round is the minibatches of one update.
 #include <gtest/gtest.h>
 
 #include <algorithm>

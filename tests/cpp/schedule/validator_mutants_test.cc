@@ -136,7 +136,7 @@ class StageFacts {
       const std::string text = to_string(instruction);
       if (instruction.opcode == Opcode::kUpdate) {
         if (instruction.version.value() != ++newest) return text + " skips a version";
-        // An update needs the backwards of all minibatches of its round and of earlier rounds.
+        // An update needs the backwards of its own minibatches and of all earlier ones.
         const auto next = updates_.upper_bound(instruction.minibatch.value());
         const bool is_early =
             !to_backward.empty() && (next == updates_.end() || *to_backward.begin() < *next);

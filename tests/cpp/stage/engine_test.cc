@@ -226,7 +226,7 @@ TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
       const std::optional<SlotIndex> freed = complete(work);
       if (freed) content(work, *freed) = kPoison;
     }
-    for (const auto& [stage, slots] : slots_) {  // kept for a run that continues this one
+    for (const auto& [stage, slots] : slots_) {  // a run that continues this one needs these versions
       const std::map<WeightVersion, SlotIndex> kept =
           engine_->kept_versions(stage, MinibatchId(num_minibatches));
       ASSERT_FALSE(kept.empty());

@@ -118,7 +118,7 @@ void look_up(Function& function, const char* name) {
   if (function == nullptr) std::abort();
 }
 
-// Null while the functions are being looked up.
+// Returns null while the functions are looked up.
 const Allocator* real_allocator() {
   static Allocator allocator;
   static bool looking_up = false;

@@ -92,7 +92,7 @@ struct Driver {
   std::uint64_t num_memories = 0;
   std::map<std::pair<dev_t, ino_t>, std::uint64_t> memories;  // by the file that holds the memory
   std::array<HostileQueue*, kNumStreamsMax> queues{};
-  Seen num_operations{};  // By stream number. Counts operations of earlier streams with the same number too.
+  Seen num_operations{};  // by stream number, with operations of earlier streams of that number
 
   std::mutex host_functions_mutex;  // held while a host function runs
 };
@@ -351,7 +351,7 @@ class HostileQueue {
   std::mt19937_64 random_;  // the thread's
   std::condition_variable wake_;
   RingBuffer<Operation> operations_{kStreamDepth};  // operations that are not done, with the one that runs
-  Seen seen_{};                                     // what the next operation comes after
+  Seen seen_{};                                     // the operations that the next operation comes after
   std::uint64_t num_enqueued_ = 0;
   std::uint64_t num_done_ = 0;
   bool copies_ = false;  // now

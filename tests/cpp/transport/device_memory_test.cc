@@ -347,7 +347,7 @@ TEST(DeviceOffer, WhatADeviceThrowsMeanwhileIsTheReason) {
   EXPECT_EQ(why, device.why_no_memory);
   EXPECT_EQ(make_device_offer(device, kRun), nullptr);
   EXPECT_EQ(device.num_imported(), 0);
-  EXPECT_EQ(device.num_exported(), 1);  // the first memory
+  EXPECT_EQ(device.num_exported(), 1);  // only the first memory exists
 }
 
 TEST(DeviceOffer, MappingOfOtherMemoryIsFoundOut) {

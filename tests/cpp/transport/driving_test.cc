@@ -377,7 +377,7 @@ TEST_P(Driving, InterruptIsNotLost) {
       ASSERT_GE(round.load(), awaited) << "an interrupt was lost";
     }
   });
-  std::thread poster([&] {  // other drivers come between
+  std::thread poster([&] {  // makes other threads drive in between
     while (round.load() < kNumRounds) connecting_->post_and_drive([] {});
   });
   for (int index = 0; index < kNumRounds; ++index) {
@@ -513,7 +513,8 @@ TEST_P(Driving, DeadlinesAreKeptWhileOthersDriveAllTheTime) {
       EXPECT_TRUE(listening_->drive_until(Clock::now() + std::chrono::milliseconds(5), [] { return false; }));
     }
   });
-  // Neither side sends beats, so each side finds the other one silent.
+  // Neither side sends beats, the frames that say that a side is alive. So each side finds the other one
+  // silent.
   EXPECT_EQ(at_connector_.wait_failure().kind, FailureKind::kPeerLost);
   EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
   is_over = true;

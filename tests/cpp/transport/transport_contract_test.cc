@@ -521,7 +521,7 @@ TEST_P(TransportContract, NothingFollowsAFailure) {
   inject(next_header(20, FrameKind::kBye));
   expect_listener_refuses("frame 7");
   listening_->shutdown(1);
-  EXPECT_EQ(at_listener_.num_calls(), 2u);  // for open and failed
+  EXPECT_EQ(at_listener_.num_calls(), 2u);  // on_open and on_failed
 }
 
 TEST_P(TransportContract, FailureThatAHandlerReturnsIsFatalForTheLink) {
@@ -551,8 +551,8 @@ TEST_P(TransportContract, FarewellComesAfterEverythingThatWasSent) {
   EXPECT_EQ(at_listener_.frames().size(), 10u);
   listening_->shutdown(1);
   connecting_->shutdown(1);
-  EXPECT_EQ(at_listener_.num_calls(), 12u);  // for open, 10 frames and closed
-  EXPECT_EQ(at_connector_.num_calls(), 1u);  // open
+  EXPECT_EQ(at_listener_.num_calls(), 12u);  // on_open, 10 calls of on_frame, and on_closed
+  EXPECT_EQ(at_connector_.num_calls(), 1u);  // on_open only
   EXPECT_EQ(sent_.count(), 10);
 }
 
@@ -659,7 +659,7 @@ TEST_P(TransportContract, PeerWhoseProgramStopsIsLostAlthoughItsProcessAnswers) 
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
   });
-  EXPECT_TRUE(wait_until([&] { return connector_->counters().frames_received >= 2; }));  // HELLO and a beat
+  EXPECT_TRUE(wait_until([&] { return connector_->counters().frames_received >= 2; }));  // a HELLO and a beat
   other_lives.store(false);
   const Failure failure = at_connector_.wait_failure();
   stop.store(true);

@@ -1,4 +1,4 @@
-// The watch on which a driver sleeps.
+// Tests the watch on which a driver sleeps.
 #include <gtest/gtest.h>
 
 #include <atomic>

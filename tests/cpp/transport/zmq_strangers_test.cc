@@ -83,7 +83,7 @@ TEST_P(ZmqStrangers, ManyOfThemHoldUpNoConnectionWhileNobodyLooks) {
   held.wait();
   for (int index = 0; index < 1500; ++index) {
     TcpStranger passes_by(address_);
-    EXPECT_EQ(passes_by.hear(1).size(), 1U) << index;  // libzmq's greeting
+    EXPECT_EQ(passes_by.hear(1).size(), 1U) << index;  // receives libzmq's greeting
   }
   leaves.count_down();
   expect_true_peer_gets_through();

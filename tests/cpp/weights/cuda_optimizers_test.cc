@@ -145,7 +145,7 @@ class CudaOptimizers : public testing::Test {
     }
   }
 
-  std::uintptr_t native_stream() const { return 0; }  // the default one
+  std::uintptr_t native_stream() const { return 0; }  // the default stream
 
   std::mt19937_64 random_{7};
   std::unique_ptr<Device> device_;

@@ -127,7 +127,7 @@ def _most_held(
     The replica has `kept` bytes for each microbatch between forward and backward, and `gradient` bytes for
     each gradient that no worker has received. Other workers do only what this replica waits for. `count` is
     the number of minibatches. With None the result is the largest for several numbers, because a run may end
-    anywhere in a round.
+    between two updates.
     """
     placement = options.placement
     if count is None:

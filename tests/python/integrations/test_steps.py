@@ -80,7 +80,7 @@ def test_the_losses_of_a_step_add_up_as_a_trainers_do(pieces: int, divides: bool
     for step, batches in zip(_steps(form, pieces=pieces), _in_pairs(_batches()), strict=False):
         total = sum(share_of_loss(targets) * _loss(inputs, targets, form) for inputs, targets in step)
         values = [_values(batch) for batch in batches]
-        if divides:  # by the items of all batches
+        if divides:  # the mean is over the items of all batches
             expected = float(torch.cat(values).mean())
         else:  # Each batch has its own mean. If items are counted, the Trainer adds the means up.
             means = [float(each.mean()) for each in values]

@@ -1,5 +1,5 @@
-"""Tests the monitor that finds lost ranks by their signs of life, which it reads in rounds. Also tests the
-pulse of a worker.
+"""Tests the monitor that finds lost ranks by their signs of life, which it reads periodically. Also tests a
+worker's pulse, a thread that shows that the interpreter runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests plans whose replicas push factors: two small matrices whose product is a weight's gradient. Small
 plans are compared with the best of all possible plans. Other tests are about plan files, a plan's text and
-simulations.
+simulations. A round is the minibatches of one update.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Tests partition() with limits: compares it with an enumeration of all plans, and tests requests that it
-refuses.
+refuses. A round is the minibatches of one update.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def test_what_is_in_flight_for_slow_links_is_in_the_memory() -> None:
     plan = partition(_profile([(10, 4 * 10**6, 8, 1000), (10, 0, 8, 500)]), 2, 1e9, replicas=[1, 1])
     assert plan.in_flight == (3, 1)
     cut = 4 * 10**6  # A backward makes and drops twice these bytes.
-    # With the model as given, gradients and momentum.
+    # The second 3 counts the model as given, gradients and momentum.
     first = (3 + 3) * 8 + 3 * 1000 + (3 + 2) * cut + 2 * cut
     # Three microbatches are in flight at the first stage, so gradients of all three may wait here. They take
     # more memory than the tensors that this stage saves for one microbatch.

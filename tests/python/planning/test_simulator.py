@@ -1,5 +1,5 @@
 """Tests simulations of instruction lists. Lists written by hand are compared to the millisecond, and all
-schedules with closed forms.
+schedules with closed forms. A round is the minibatches of one update.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Tests spares in plans: the load of links, when spares make a plan faster, and how they are shown. A spare
-owns a shard of a stage's parameters, but computes no minibatches.
+owns a shard of a stage's parameters, but computes no minibatches. A round is the minibatches of one update.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Tests the reference with replicated stages. Versions follow the formulas. Without delays it equals training
-with larger minibatches. Otherwise it equals a loop that is written out by hand here.
+"""Tests the reference with replicated stages. Versions follow the formulas. A round is the minibatches of one
+update. Without delays the reference equals training with larger minibatches. Otherwise it equals a loop that
+is written out by hand here.
 """
 
 from __future__ import annotations

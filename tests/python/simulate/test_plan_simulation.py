@@ -1,5 +1,5 @@
 """Tests simulations of plans with a profile's costs: by closed forms, and with plans that cannot be
-simulated.
+simulated. A round is the minibatches of one update.
 """
 
 from __future__ import annotations

@@ -192,7 +192,8 @@ def test_only_what_is_still_read_crosses() -> None:
     image, _ = data[0]
     wide, small = 6 * 4 * 8 * 8 * 8, 6 * 4 * 4 * 4 * 8  # bytes in float64
     tensors = [place.crossing.num_tensors for place in cut.offered if place.crossing]
-    assert tensors == [1, 2, 3, 2]  # after down1; with its level; with both levels; with the upper level
+    # These are down1's output; an output and level 1; an output and both levels; an output and level 1.
+    assert tensors == [1, 2, 3, 2]
     sizes = 8 * image.dim()  # sizes of the image, which itself does not cross
     assert cut.offered[0].num_bytes == wide + sizes
     assert cut.offered[1].num_bytes == wide + small + sizes

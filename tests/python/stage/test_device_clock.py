@@ -16,7 +16,7 @@ class _Device:
 
     def __init__(self) -> None:
         self.host_ns = 1_000 * _MS
-        self.rate = 1.0  # of the device's clock, relative to the host's
+        self.rate = 1.0  # rate of the device's clock relative to the host's
         self.offset_ms = 77.0
         self.queue: list[tuple[_Event, float] | float] = []
         self.done_ns = float(self.host_ns)

@@ -1,6 +1,6 @@
 """Tests replicas of asynchronous shards in one thread, with every replica late at some time. Each gradient is
-applied once, in the order of arrival. The oracle computes the same numbers from that order. Also tests how
-old a version may be for each way to synchronise.
+applied once, in the order of arrival. The oracle, pipedream.reference, computes the same numbers from that
+order. Also tests how old a version may be for each way to synchronise.
 """
 
 from __future__ import annotations
@@ -140,5 +140,5 @@ def test_no_version_is_older_than_its_bound_under_random_delays(
         for minibatch, read in replica.reads.items():
             oldest = max(0, minibatch // r - in_flight + 1 - staleness)
             assert read.version == oldest
-            if sync != "asp":  # all elements have the same version
+            if sync != "asp":  # without "asp" all elements have the same version
                 assert _decoded(read, r, num_minibatches) == {read.version}
