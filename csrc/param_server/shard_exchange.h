@@ -128,8 +128,8 @@ class ShardExchange {
   [[nodiscard]] WeightVersion whole_version() const;
   [[nodiscard]] std::optional<SlotIndex> whole_slot() const { return slot_with(whole_version()); }
 
-  // For each version, the smallest and the largest number of gradients that a chunk from another owner
-  // contains. With asynchronous shards these numbers may differ.
+  // By version, the fewest and the most gradients that have updated a chunk of it which another owner sent.
+  // Chunks differ in this with asynchronous shards only; otherwise the map is empty.
   using Contained = std::map<WeightVersion, std::pair<std::int64_t, std::int64_t>>;
   [[nodiscard]] const Contained& contained() const { return contained_; }
 

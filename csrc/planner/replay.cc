@@ -72,7 +72,7 @@ LaneChunks chunks_of(const Edge& edge, const StageDurations& stage, std::size_t 
 }
 
 double exchange_ms(EdgeKind kind, const StageDurations& stage, ReplicaIndex owner) {
-  if (!is_exchange(kind)) return 0;  // a norm
+  if (!is_exchange(kind)) return 0;  // a gradient norm: it takes only the link's latency
   const bool is_push = kind == EdgeKind::kPush;
   if (stage.is_spare(owner)) return is_push ? stage.spare_push_ms : stage.spare_pull_ms;
   return is_push ? stage.push_ms : stage.pull_ms;

@@ -4,12 +4,13 @@
 //   add_* -> seal -> listen -> connect -> wait_open -> start -> next_work, engine().complete -> close
 //
 // Before add_*, workers with devices on one host may find out which worker can write into which other
-// worker's memory. The receiver makes an offer, and the sender tries to use it. If this succeeds, a channel
-// between the two has places_on_device.
+// worker's device memory. The receiver makes an offer, and the sender tries to use it. If this succeeds, a
+// channel of device tensors between the two has places_on_device, unless it has a codec.
 //
 // The compute thread owns the worker and makes every call. Only abort(), pulse(), fail() and stop_serving()
-// may be called from any thread. One more thread may serve requests at any time: it calls receive_any(), and
-// send_item() on channels that the compute thread leaves to it.
+// may be called from any thread. One more thread may serve requests at any time: it calls receive_any(). On
+// channels that the compute thread leaves to it, it also calls send_item(), wait_until_sent() and
+// collect_released().
 #pragma once
 
 #include <atomic>

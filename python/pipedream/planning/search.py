@@ -52,10 +52,11 @@ def search(
     allowed: Callable[[Stages], bool] = lambda stages: True,
     on_plan: OnPlan | None = None,
 ) -> FoundPlan:
-    """Returns the plan with the least score. Ties go to fewer workers, then to fewer stages.
+    """Improves the starts step by step, and returns the plan with the least score that it finds. Ties go to
+    fewer workers, then to fewer stages.
 
     starts: at least one plan. score: function that returns a plan's milliseconds per minibatch. plans_max:
-    how many plans are scored besides the starts. allowed: function that returns whether a plan keeps to
+    the most plans that are scored besides the starts. allowed: function that returns whether a plan keeps to
     further limits.
     """
     scores: dict[tuple[tuple[int, int], ...], float] = {}

@@ -1,9 +1,10 @@
 """Makes the schedule that `pipedream trace` shows: its options, its figures, and its lists of instructions,
 which the validator has accepted.
 
-The core numbers a stage's spares after its replicas (csrc/schedule/placement.h). With two replicas, the first
-spare of stage 0 is "stage 0 replica 2" there. Texts call it "stage 0 spare 0", and a user's program may do
-so, too. Pure except for the files that it reads; any thread; needs no torch.
+The core numbers a stage's spares (workers that own shards but have no minibatches) after its replicas
+(csrc/schedule/placement.h). With two replicas, the core calls the first spare of stage 0 "stage 0 replica 2".
+print_programs() writes "stage 0 spare 0", and a user's lists of instructions may use that name, too. Pure
+except for the files that it reads; any thread; needs no torch.
 """
 
 from __future__ import annotations

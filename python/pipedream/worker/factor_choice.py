@@ -56,8 +56,8 @@ class FactorChoice:
             run.place.rendezvous.publish(_key(stage, run.plan.replica_of(run.rank)), said)
 
     def of_stage(self, stage: int) -> list[FactorLayer]:
-        """Returns the layers that all replicas of the stage have proposed with the same result of the trial.
-        stage: a stage with replicas, of this worker or another."""
+        """Returns the layers that all replicas of the stage have proposed, with equally many rows and equal
+        bits of a product (_try()). stage: a stage with replicas, of this worker or another."""
         if not self._is_asked_for:
             return []
         keys = [_key(stage, replica) for replica in range(self._num_replicas(stage))]

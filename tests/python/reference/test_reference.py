@@ -839,8 +839,9 @@ def test_the_last_stage_knows_its_own_overflow_at_the_next_minibatch() -> None:
 def test_where_the_pipeline_drains_all_stages_skip_together(schedule: str) -> None:
     scales, layers = _scales([(2,), (), ()], schedule, lr_scheduler=_STEP_LR)
     assert scales == [1.0] * 3 + [0.5] * 7
-    # The scheduler halves the rate after every second update that is not skipped. So updates change the
-    # weight by 2, 0 (skipped), 2, 2, 2, 1, ...
+    # An update changes the weight by rate * gradient / scale, so halving the scale doubles the change. The
+    # scheduler halves the rate after every second update that is not skipped. The ten updates change the
+    # weight by 1, 1, 0 (skipped), 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125.
     expected = 2 * 1 + 2 * (2 * 0.5 + 2 * 0.25 + 2 * 0.125 + 1 * 0.0625)
     assert [layer.weight.item() for layer in layers] == [-expected] * 3
 
