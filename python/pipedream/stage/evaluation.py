@@ -14,7 +14,7 @@ replica 0 evaluates, with its own buffers. Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,9 @@ __all__ = ["EvaluatedStage", "EvaluationPlan", "Evaluations", "Measures", "evalu
 _OUTPUT_BYTES_MAX = 4 << 30  # bound of the outputs and targets that metrics get at once
 
 Figures = dict[str, float]
+
+_Copy = tuple[dict[str, Any], str, Tensor | None]
+"""A module's table of buffers or parameters, a name in it, and a copy of the tensor there."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +224,8 @@ class Evaluations:
         self._last = schedule.num_stages - 1
         self._boundary = -1  # the boundary of the last evaluation that began here
         self._frozen = {index: FrozenWrites(one.trained) for index, one in stages.items()}
-        self._kept: dict[tuple[int, int], dict[int, Tensor]] = {}
-        """For each (stage, boundary), copies of what forwards write, by the id() of the original."""
+        self._kept: dict[tuple[int, int], list[_Copy]] = {}
+        """For each (stage, boundary), copies of what forwards write."""
         self._kept_losses: dict[int, Any] = {}
         """Copies of the loss, by boundary, at the last stage."""
         self._running: contextlib.ExitStack | None = None  # None outside a block
@@ -336,7 +339,7 @@ class Evaluations:
             copies = self._kept.pop((index, boundary), None)
             roots = [root for _, root in one.stage.roots()]
             running.enter_context(in_eval_mode(roots))
-            running.enter_context(_with_copies(roots, self._copies_of(index) if copies is None else copies))
+            running.enter_context(_with_copies(self._copies_of(index) if copies is None else copies))
             running.callback(setattr, one.trained, "draws", one.trained.draws)
             one.trained.draws = None
         self._written_memory = {index: written_memory(one.stage) for index, one in self._stages.items()}
@@ -351,13 +354,22 @@ class Evaluations:
         if self._num_over == len(self._stages):
             self.finish()
 
-    def _copies_of(self, stage: int) -> dict[int, Tensor]:
-        """Returns copies of the stage's buffers, and of frozen parameters that forwards may write."""
-        buffers = {
-            id(buffer): buffer.detach().clone() for _, buffer in self._stages[stage].trained.stage_buffers()
-        }
-        frozen = self._frozen[stage].suspects()
-        return buffers | {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for _, p in frozen}
+    def _copies_of(self, stage: int) -> list[_Copy]:
+        """Returns copies of the stage's buffers, and of frozen parameters that forwards may write. A forward
+        may replace a buffer, so each copy goes with the buffer's place."""
+        one = self._stages[stage]
+        frozen = {id(parameter) for _, parameter in self._frozen[stage].suspects()}
+        roots = [root for each in (one.trained, one.stage) for _, root in each.roots()]
+        modules = {id(module): module for root in roots for module in root.modules()}.values()
+        memo: dict[int, Tensor] = {}  # a tensor in two places has one copy
+        copies: list[_Copy] = []
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                copies.append((module._buffers, name, None if buffer is None else _copy_of(buffer, memo)))
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in frozen:
+                    copies.append((module._parameters, name, _copy_of(parameter, memo)))
+        return copies
 
     def _copy_of_loss(self) -> Any:
         """Returns a copy of the loss, which may have a state (a centre, a count)."""
@@ -366,21 +378,21 @@ class Evaluations:
         return spare_loss(self._measures.loss_fn, roots)
 
 
+def _copy_of(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
+    if id(tensor) not in memo:
+        copy = tensor.detach().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(copy, requires_grad=False) if is_parameter else copy
+    return memo[id(tensor)]
+
+
 @contextlib.contextmanager
-def _with_copies(roots: Sequence[nn.Module], copies: Mapping[int, Tensor]) -> Any:
-    """Puts `copies` into the modules in place of the buffers and parameters with these ids, until the context
-    ends. The originals are not written, because a graph that waits for its backward may have saved them."""
-    tables: list[Any] = [
-        table
-        for root in roots
-        for module in root.modules()
-        for table in (module._buffers, module._parameters)
-    ]
-    former = [
-        (table, name, tensor) for table in tables for name, tensor in table.items() if id(tensor) in copies
-    ]
-    for table, name, tensor in former:
-        table[name] = copies[id(tensor)]
+def _with_copies(copies: Sequence[_Copy]) -> Iterator[None]:
+    """Puts copies into their places until the context ends. The originals are not written, because a graph
+    that waits for its backward may have saved them."""
+    former = [(table, name, table.get(name)) for table, name, _ in copies]
+    for table, name, copy in copies:
+        table[name] = copy
     try:
         yield
     finally:
