@@ -92,8 +92,8 @@ class MinibatchReport:
     gradient_norms: Sequence[float] = ()
     """2-norm of the gradients of each update, before they are clipped. It is over all stages if the schedule
     drains, otherwise over the first stage only. Norms are measured if max_grad_norm is given, if autocast is
-    float16, or if a callback has `wants_gradient_norms`. They are never measured with sync="asp" or
-    "allreduce", sync_every, spare shards or a Program; then this is empty."""
+    float16, or if a callback has `wants_gradient_norms`; otherwise this is empty. The callback's wish has no
+    effect with sync="asp" or "allreduce", sync_every, spare shards or a Program."""
     is_past: bool = False
     """Whether these minibatches came before the checkpoint from which the run continues. Callbacks get such
     reports again, so that their counts are right. Rates, norms and times are not known then."""
