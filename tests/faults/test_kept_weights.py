@@ -49,7 +49,7 @@ def _run(model: nn.Module, **options: Any) -> Any:
 def _num_updates_of_stages(model: nn.Sequential) -> list[int | None]:
     """Returns the number of updates that each stage's weights have had, by comparison with the reference.
 
-    None means that the weights equal those of no number of updates.
+    None means that no number of updates gives these weights.
     """
     states = [_TRAINING.model().state_dict()]
     for count in range(1, _TRAINING.num_minibatches + 1):

@@ -1,4 +1,6 @@
-// Makes a channel for the tests of this folder. Both ends are in one process, on any data path.
+// Makes a channel for the tests of this folder. Both ends are in one process, on any data path. The receiver
+// has slots, each of which takes one item. It grants free slots to the sender in frames that are called
+// credits. The sender fills only granted slots.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,4 +1,5 @@
-// Lists the ways in which an item's bytes travel, for the channel tests.
+// Lists the ways in which an item's bytes travel, for the channel tests. A staged item is copied through host
+// buffers. A placed item is written by the sender into the receiver's memory.
 #pragma once
 
 #include <memory>

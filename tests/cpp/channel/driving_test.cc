@@ -1,5 +1,5 @@
-// Tests that the threads at both ends of a channel drive the transport if no other thread does, and that
-// nothing is lost if another thread drives.
+// Tests that the threads at both ends of a channel drive the transport (transport.h) if no other thread does,
+// and that nothing is lost if another thread drives.
 #include <gtest/gtest.h>
 
 #include <atomic>

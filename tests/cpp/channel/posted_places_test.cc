@@ -1,5 +1,5 @@
-// Tests that items land at the places that the receiver has posted, over each transport, by the wire and by
-// shared memory.
+// Tests that items land at the places that the receiver has posted, which means named in advance. This is
+// tested over each transport, by the wire and by shared memory.
 #include <gtest/gtest.h>
 
 #include <cstring>

@@ -1,5 +1,5 @@
-// Tests received items that are read on several streams. An item's slot is written again, or granted, only
-// when all these streams have finished reading.
+// Tests received items that are read on several streams. An item lies in a slot of memory. The slot is
+// written again, or granted to the sender, only when all these streams have finished reading.
 #include <gtest/gtest.h>
 
 #include <memory>

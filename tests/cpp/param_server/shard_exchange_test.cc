@@ -44,7 +44,8 @@ class Owner {
 
   // Pushes a gradient whose elements all have this value.
   void push(std::int64_t round, double value) { push(round, std::vector<double>(num_parameters(), value)); }
-  // Pushes a gradient for each parameter, whose elements all have the parameter's value. 0 means no gradient.
+  // Pushes one gradient per parameter. All its elements have the value values[parameter]; 0 means no
+  // gradient.
   void push(std::int64_t round, const std::vector<double>& values) {
     for (std::size_t parameter = 0; parameter < values.size(); ++parameter) {
       auto gradient = std::make_shared<std::vector<double>>(kNumElements, values[parameter]);

@@ -1,4 +1,5 @@
-// Tests which weights go as factors with each number of replicas, and a stage's time with factors.
+// Tests which weights are factored, which means sent as factors, with each number of replicas. Also tests a
+// stage's time with factors.
 #include "planner/factored_weights.h"
 
 #include <gtest/gtest.h>
@@ -35,10 +36,10 @@ TEST(FactoredWeights, OneWithoutRowsAlwaysDoes) {
 
 TEST(FactoredWeights, ThoseAlikeAreOneSum) {
   FactoredWeights weights;
-  weights.add({.weight_bytes = 100, .factor_bytes = 25, .product_s = 1});  // as factors with up to 7 replicas
-  weights.add({.weight_bytes = 50, .factor_bytes = 25, .product_s = 2});   // as factors with up to 3 replicas
-  weights.add({.weight_bytes = 200, .factor_bytes = 50, .product_s = 4});  // as factors with up to 7 replicas
-  weights.add({.weight_bytes = 40, .factor_bytes = 10, .product_s = 0});   // as factors with up to 7 replicas
+  weights.add({.weight_bytes = 100, .factor_bytes = 25, .product_s = 1});  // factored with up to 7 replicas
+  weights.add({.weight_bytes = 50, .factor_bytes = 25, .product_s = 2});   // factored with up to 3 replicas
+  weights.add({.weight_bytes = 200, .factor_bytes = 50, .product_s = 4});  // factored with up to 7 replicas
+  weights.add({.weight_bytes = 40, .factor_bytes = 10, .product_s = 0});   // factored with up to 7 replicas
   const FactoredWeights::Sum two = weights.of(2);
   EXPECT_EQ(two.weight_bytes, 390);
   EXPECT_EQ(two.factor_bytes, 110);

@@ -1,5 +1,5 @@
 // Tests that programs have the order that the papers show, and the weight versions of the formulas. Also
-// tests that a cursor gives the same instructions.
+// tests that a cursor, which walks through a program and stores no list, gives the same instructions.
 #include "schedule/program.h"
 
 #include <gtest/gtest.h>

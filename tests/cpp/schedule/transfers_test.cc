@@ -1,4 +1,5 @@
-// Tests that transfers stand where transfers.h says, and that a cursor gives the same list.
+// Tests that transfers stand where transfers.h says, and that a cursor, which walks through a program and
+// stores no list, gives the same list.
 #include "schedule/transfers.h"
 
 #include <gtest/gtest.h>

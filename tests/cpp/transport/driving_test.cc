@@ -1,5 +1,6 @@
 // Tests, for every transport, which thread drives it, and that nothing is lost when another thread takes
-// over. Some tests need a function to run on a certain thread. They repeat until no other thread drives.
+// over. The thread that drives runs posted functions, moves bytes and calls the handlers (transport.h). Some
+// tests need a function to run on a certain thread. They repeat until no other thread drives.
 #include <gtest/gtest.h>
 #include <sys/time.h>
 

@@ -1,5 +1,6 @@
-// Tests two ends in one process: each frame that is pushed is found once, and in order. ring_board_test.cc
-// tests which reader is woken.
+// Tests two ends of a ring in one process. A ring is shared memory through which frames without a payload
+// travel on one host. Each frame that is pushed is found once, and in order. ring_board_test.cc tests which
+// reader is woken.
 #include "transport/frame_rings.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,6 @@
-// Tests two boards in one process. Each mark is found once, and a reader that asks to be woken is woken once.
+// Tests two boards in one process. A board lies in memory that the processes of a host share. It has a mark
+// for each link whose ring (frame_rings.h) has a frame, and a bell that wakes the reader. Each mark is found
+// once, and a reader that asks to be woken is woken once.
 #include "transport/ring_board.h"
 
 #include <gtest/gtest.h>

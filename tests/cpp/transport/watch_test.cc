@@ -1,4 +1,4 @@
-// Tests the watch on which a driver sleeps.
+// Tests the Watch, on which a thread that drives a transport sleeps until there is traffic.
 #include <gtest/gtest.h>
 
 #include <atomic>
