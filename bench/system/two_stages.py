@@ -96,16 +96,18 @@ def pipeline(width: int, batch: int, num_minibatches: int) -> pipedream.RunResul
 
 
 def steady_ms(result: pipedream.RunResult) -> float:
-    """Returns milliseconds per minibatch, from the times of the last stage's updates without the first
-    tenth."""
+    """Returns milliseconds per minibatch, from the times of the last stage's updates. The first tenth of the
+    updates, but at least three, are left out.
+    """
     done_ns = [span.completed_ns for span in result.spans[-1] if span.kind == "UPDATE"]
     first = max(3, len(done_ns) // 10)
     return (done_ns[-1] - done_ns[first]) / 1e6 / (len(done_ns) - 1 - first)
 
 
 def slowest_stage_ms(result: pipedream.RunResult) -> float:
-    """Returns milliseconds of user code per minibatch at the busiest stage, without the first tenth of the
-    minibatches."""
+    """Returns milliseconds of user code per minibatch at the busiest stage. The first minibatches are left
+    out, as in steady_ms().
+    """
     first = max(3, len(result.losses) // 10)
     per_stage = [
         sum(span.compute_ns for span in spans if span.minibatch > first)

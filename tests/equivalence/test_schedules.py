@@ -83,7 +83,7 @@ _NATIVE: dict[str, tuple[Any, Any]] = {
 
 
 def _optimizer_pairs() -> dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Any]]:
-    """Returns the reference's and the pipeline's optimizer for each name. None stands for the reference's."""
+    """Returns the reference's and the pipeline's optimizer by name. None: the same as the reference's."""
     plain = {name: (optimizer, None) for name, optimizer in OPTIMIZERS.items()}
     return plain | {f"native {name}": pair for name, pair in _NATIVE.items()}
 

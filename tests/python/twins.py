@@ -177,8 +177,8 @@ class Pair(nn.Module):
 
 
 class Tuples(nn.Module):
-    """Has modules that return several values. One value is used much later, and one is a number that code
-    reads.
+    """Has modules that return several values. One value is used much later. Others are a plain number and a
+    text, which the forward reads.
     """
 
     def __init__(self) -> None:

@@ -114,7 +114,7 @@ TEST_P(ChannelDriving, ItemsMayDieWhileTheChannelDetachesAndEnds) {
 }
 
 // The thread that drives the transport ends the link and waits for the copy stream. A host stream runs on a
-// thread of its own. If that thread drove the transport, it would wait for itself.
+// thread of its own. If the stream's thread drove the transport, it would wait for itself.
 TEST_P(ChannelDriving, FailureInTheMidstOfSendingEndsBothWaits) {
   make_channels(one_tensor_spec(), {.num_slots = 3, .num_items_max = 4});
   std::thread sending([&] {

@@ -1,4 +1,4 @@
-// Tests links inside a process. Only there the receiver reads the sender's own memory.
+// Tests links inside a process. Their receiver reads the sender's own memory, as no other receiver does.
 #include <gtest/gtest.h>
 
 #include <atomic>

@@ -129,7 +129,8 @@ TEST_P(ManyLinks, LoseNothingToWhoeverSleeps) {
   for (const auto& party : parties) {
     party->begin(seed++, party == parties[0] ? kNumOthers * kNumFramesOfOthers : kNumFramesOfOthers);
   }
-  // Another thread may receive the last frame just after this thread has looked.
+  // A party's waiting thread may have looked just before another thread received the last frame. interrupt()
+  // makes it look again.
   for (const auto& party : parties) {
     EXPECT_TRUE(wait_until([&] {
       party->transport->interrupt();

@@ -34,8 +34,8 @@ class Recorder final : public LinkHandler {
     std::vector<std::byte> payload;
   };
 
-  // These functions run on the thread that drives, when_frame and when_open before the call is recorded. Set
-  // them before the link exists.
+  // These functions run on the thread that drives the transport. when_frame and when_open run before the call
+  // is recorded. Set them before the link exists.
   std::function<std::optional<Failure>(Link&, const FrameHeader&)> when_frame;
   std::function<void(Link&)> when_open;
   std::function<void()> after_frame;  // runs when the frame is recorded

@@ -165,8 +165,8 @@ def test_pieces_of_one_storage_take_room_once_and_other_storages_lie_apart() -> 
 
 
 def test_parts_of_one_storage_that_count_their_versions_apart_come_back_as_each_was_saved() -> None:
-    """A GRUCell saves its gates one by one, each after it was written. All gates lie in one storage, and
-    their version counters are equal.
+    """A GRUCell saves its gates one by one, each after it was written. All gates lie in one storage. Each has
+    a version counter of its own, and the counters are equal.
     """
     cell, inputs = torch.nn.GRUCell(6, 6, dtype=torch.float64), _random(4, 6)
     stage = _stage(home_bytes=1 << 16)

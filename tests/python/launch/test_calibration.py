@@ -163,8 +163,8 @@ def test_what_waiting_costs_is_told_apart_from_what_items_take() -> None:
 
 
 def test_what_long_waits_cost_is_seen_after_a_pause() -> None:
-    # Each worker is twice as fast if it computes alone. Items take 50 % longer after a wait of 10 ms, and 10
-    # % longer after a wait of 2 ms.
+    # Each worker is twice as fast if it computes alone. After a wait of 10 ms items take 50 % longer, and
+    # after a wait of 2 ms 10 % longer.
     def in_turn(wait_ms: float, longer: float) -> list[RunResult]:
         return _results(
             *(
