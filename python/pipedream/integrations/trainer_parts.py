@@ -128,9 +128,9 @@ class Predictions:
     """Calls compute_metrics in the worker of the last stage."""
 
     def __init__(self, trainer: PipelineTrainer, ignored_keys: list[str] | None) -> None:
-        config = getattr(trainer.model, "config", None)
-        if ignored_keys is None:
-            ignored_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        if ignored_keys is None:  # as in Trainer.prediction_step
+            config = getattr(trainer.model, "config", None)
+            ignored_keys = getattr(config, "keys_to_ignore_at_inference", [] if config is None else ["cache"])
         self._ignored = {*ignored_keys, "loss"}
         self._preprocess = trainer.preprocess_logits_for_metrics
         self._compute = trainer.compute_metrics

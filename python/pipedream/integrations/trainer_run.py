@@ -86,6 +86,8 @@ class Training:
         self._stop = False
         self.is_reporting = False
         """Whether the Trainer is asking for the figures of an evaluation that the pipeline has made."""
+        self._versions: list[tuple[bool, int]] | None = None
+        """Whether each parameter is trained, and its version, at the first report."""
         self._factor = 1.0
         self._metrics: dict[int, dict[str, float]] = {}
         """By step, the metrics of evaluations that have not been reported to the Trainer."""
@@ -103,6 +105,13 @@ class Training:
 
     def _check(self) -> None:
         args = self._trainer.args
+        adapters: dict[str, Any] = getattr(self._trainer.model, "peft_config", {})
+        if self._saves and any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
+            raise ValueError(
+                f"save_strategy is {args.save_strategy.value!r}, and peft saves the prompts of the model in"
+                " this process, which has the weights from before the training: use 'no', and save_model()"
+                " after train()"
+            )
         if not has_length(self._loader):
             for name in ("logging_strategy", "eval_strategy", "save_strategy"):
                 if getattr(args, name) == "epoch":
@@ -365,6 +374,8 @@ class Training:
         """
         if report.end <= self._first_step:
             return Decision(rate_factor=self._factors.get(report.end, 1.0))
+        if self._versions is None:
+            self._versions = self._versions_of_model()
         norms = [*report.gradient_norms]
         for index, loss in enumerate(report.losses):
             self._tell_step(loss, norms[index] if index < len(norms) else None)
@@ -418,11 +429,7 @@ class Training:
         self.call("on_pre_optimizer_step")
         self.call("on_optimizer_step")
         rate = trainer._get_learning_rate()
-        if options_of(trainer.optimizer) != self._options:
-            raise ValueError(
-                f"a callback changed the optimizer's options before step {state.global_step + 1}, which the"
-                " workers have made without the change: use an lr_scheduler"
-            )
+        self._check_untouched()
         if not self._by_metric:
             trainer.lr_scheduler.step()
             self._note_options()
@@ -441,6 +448,25 @@ class Training:
             self._log_and_evaluate(norm, rate)
         self._stop |= trainer.control.should_training_stop
         self._note_state()
+
+    def _check_untouched(self) -> None:
+        """Raises ValueError if a callback has changed what the workers have their own copies of."""
+        trainer, step = self._trainer, self._trainer.state.global_step + 1
+        if options_of(trainer.optimizer) != self._options:
+            raise ValueError(
+                f"a callback changed the optimizer's options before step {step}, which the workers have made"
+                " without the change: use an lr_scheduler"
+            )
+        if self._versions != self._versions_of_model():
+            raise ValueError(
+                f"a callback changed, froze or thawed parameters before step {step}, which the workers have"
+                " made without the change: change them before train()"
+            )
+
+    def _versions_of_model(self) -> list[tuple[bool, int]]:
+        if under_torchrun():  # this process is a worker, which binds its own parameters and notices thaws
+            return []
+        return [(p.requires_grad, p._version) for p in self._trainer.model.parameters()]
 
     def _tell_asked_evaluation(self) -> None:
         """Reports an evaluation that a callback asked for. Its figures come one step after the step at which

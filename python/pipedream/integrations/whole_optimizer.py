@@ -58,7 +58,8 @@ class StageOptimizers:
         """The state with which stages start, by the parameter's name."""
         self._class: Any = type(whole)
         has_tensors = any(isinstance(v, Tensor) for options in self._options for v in options.values())
-        has_masters = any(p.dtype == torch.bfloat16 for _, p in named)  # which torch's own do not keep
+        # pipedream.optim would keep float32 masters of bfloat16 parameters, which torch's optimizers do not.
+        has_masters = any(p.dtype == torch.bfloat16 for group in whole.param_groups for p in group["params"])
         if self._class in _NATIVE and not keeps_class and not has_tensors and not has_masters:
             self._class = _NATIVE[self._class]
             self._options = [

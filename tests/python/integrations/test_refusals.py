@@ -240,3 +240,33 @@ def test_generation_while_evaluating_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="predict_with_generate of TrainingArguments is True, which a pipel"):
         PipelineTrainer(torch.nn.Linear(2, 2), args, workers=2)
+
+
+def test_prompts_that_peft_reads_from_the_callers_model_are_not_saved_while_training(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    trainer = make_trainer(tmp_path, is_pipeline=True, given={}, save_strategy="epoch")
+    prompts = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS")
+    trainer.model = peft.get_peft_model(trainer.model, prompts)
+    with pytest.raises(
+        ValueError, match="save_strategy is 'epoch', and peft saves the prompts of the model in"
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (None, ["logits", "cache", "past_key_values"]),
+        (SimpleNamespace(), ["logits", "past_key_values"]),
+        (SimpleNamespace(keys_to_ignore_at_inference=["past_key_values"]), ["logits", "cache"]),
+    ],
+)
+def test_compute_metrics_gets_the_outputs_that_a_trainer_gives_it(
+    tmp_path: Path, config: Any, kept: list[str]
+) -> None:
+    trainer = make_trainer(tmp_path, is_pipeline=True, given={})
+    trainer.model = torch.nn.Linear(2, 2)
+    if config is not None:
+        trainer.model.config = config
+    outputs = {name: name for name in ("loss", "logits", "cache", "past_key_values")}
+    assert Predictions(trainer, None).kept(outputs, {"labels": None})[0] == tuple(kept)

@@ -164,3 +164,25 @@ def test_a_loss_under_autocast_is_computed_in_float32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         Loss(loss, None, shifts=False, is_mixed=True)(outputs, {"labels": None, "scale": 1.0})
     assert seen == [torch.float32, False]
+
+
+class Touching(transformers.TrainerCallback):  # type: ignore[misc]
+    def __init__(self, case: str) -> None:
+        self.case = case
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        if self.case == "frozen":
+            model.classifier.requires_grad_(False)
+        else:
+            with torch.no_grad():
+                model.classifier.weight.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("case", ["frozen", "changed"])
+def test_parameters_that_a_callback_changes_in_a_plain_script_are_refused(tmp_path: Path, case: str) -> None:
+    given = {"callbacks": [Touching(case)]}
+    trainer = make_trainer(tmp_path, is_pipeline=True, given=given)
+    with pytest.raises(
+        ValueError, match="a callback changed, froze or thawed parameters before step 2, which"
+    ):
+        trainer.train()
