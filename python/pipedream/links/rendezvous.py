@@ -2,8 +2,9 @@
 torch.
 
 All keys begin with a prefix that no other run and no restart of this run uses. Workers use the store before
-the first minibatch and after the last, never in between. The store has no authentication, so no secret key
-goes through it, and nothing that comes from it is unpickled.
+the first minibatch and after the last. In between they use it only for rare events, such as answers of
+callbacks and checkpoints of replicas. The store has no authentication, so no secret key goes through it, and
+nothing that comes from it is unpickled.
 
 Every Rendezvous has a thread of its own, the only one that talks to the store. So a caller can stop waiting
 when the store's host is gone, and signs of life (liveness.py) go on while the worker computes.
