@@ -420,29 +420,42 @@ def test_a_finished_run_of_more_epochs_decides_by_the_evaluation_of_the_last_one
 
 
 class _AlwaysEvaluating(Callback):
+    """Asks for evaluations and checkpoints, and lowers the rate after each evaluation."""
+
     every = 2
 
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
     def on_minibatches(self, report: MinibatchReport) -> Any:
-        return Decision(evaluate=True)
+        self.seen.append((report.first, report.takes_effect))
+        return Decision(evaluate=True, checkpoint=True)
+
+    def on_evaluation(self, report: EvaluationReport) -> Any:
+        self.seen.append((report.minibatch, report.loss, report.takes_effect))
+        return Decision(rate_factor=0.9)
 
 
 def _train_evaluated(training: Training, path: Path, resume: Path | bool) -> Any:
     held_out = pipedream.Validation(training.case.data(2, training.dtype), {"mean": _mean_output}, every=99)
-    checkpoints = pipedream.Checkpoints(path, every=2, keep=99, resume=resume)
+    checkpoints = pipedream.Checkpoints(path, every=99, keep=99, resume=resume)
+    callback = _AlwaysEvaluating()
     result, _ = train_in_pipeline(
-        training, validation=held_out, callbacks=[_AlwaysEvaluating()], checkpoints=checkpoints
+        training, validation=held_out, callbacks=[callback], checkpoints=checkpoints
     )
-    return result.losses, result.validation
+    return result.losses, result.validation, callback.seen
 
 
-@pytest.mark.parametrize("schedule", ["unstashed", "pipedream"])
-def test_an_evaluation_that_is_due_at_a_checkpoint_reads_the_newest_weights(
+@pytest.mark.parametrize("schedule", ["unstashed", "pipedream", "flush"])
+def test_a_run_goes_on_from_a_checkpoint_at_which_an_evaluation_was_asked_for(
     farm: Farm, tmp_path: Path, schedule: str
 ) -> None:
     # Without stashing, the first forwards after the checkpoint read older versions in the only slot.
-    training = replace(_TRAINING, epochs=2, num_minibatches=4, schedule=schedule)
+    training = replace(_TRAINING, epochs=3, num_minibatches=4, schedule=schedule)
     train = functools.partial(farm.results, _train_evaluated, training, num_ranks=training.num_workers)
     whole = train(tmp_path / "whole", True)[0]
     for number in (1, 2):
         saved = checkpoints_in(tmp_path / "whole")[number]
-        assert train(tmp_path / f"{number}", saved)[0] == whole
+        losses, validation, seen = train(tmp_path / f"{number}", saved)[0]
+        assert (losses, validation) == whole[:2]
+        assert seen[:6] == whole[2][:6]  # at the end ranks tell of what is left at once

@@ -98,6 +98,14 @@ class History:
     """Whether the run begins with an evaluation of the checkpoint's weights."""
     group_size: int
     """Minibatches between two boundaries."""
+    evaluates_every: int | str | None = None
+    """Validation's `every`; None without validation."""
+
+    def plans_evaluation(self, begin: int, boundary: int, *, has_ended_epoch: bool) -> bool:
+        """Whether an evaluation at the boundary is planned. Otherwise a callback has asked for it. begin: the
+        boundary before this one."""
+        every = self.evaluates_every
+        return begin // every != boundary // every if isinstance(every, int) else has_ended_epoch
 
 
 class Steering:
@@ -136,6 +144,8 @@ class Steering:
         self._held_epochs: list[tuple[int, int]] = []
         """Epochs that ended at the checkpoint, if the run begins with an evaluation of its weights. Callbacks
         are told of these epochs after that evaluation."""
+        self._held_evaluations: list[Evaluated] = []
+        """Evaluations before the checkpoint of which callbacks are told at the first question."""
         self._samples: list[int] = []
         # The boundary of each callback's last call of on_minibatches.
         self._told_to = [0] * len(self._callbacks)
@@ -193,7 +203,9 @@ class Steering:
             if boundary == end and before.is_evaluated_next:
                 self._held_epochs = epochs
                 break
-            evaluations = [each for each in left if each.minibatch <= boundary]
+            # The question at a boundary comes before an evaluation there that a callback has asked for.
+            is_planned = before.plans_evaluation(begin, boundary, has_ended_epoch=bool(epochs))
+            evaluations = [each for each in left if each.minibatch <= (boundary if is_planned else begin)]
             left = left[len(evaluations) :]
             is_due = self.points.is_due(begin, boundary, has_ended_epoch=bool(epochs))
             if is_due or (evaluations and self.points.at_evaluations):
@@ -203,7 +215,7 @@ class Steering:
             elif evaluations:
                 self._metrics = evaluations[-1].figures
                 self._num_evaluations += len(evaluations)
-        self._is_past = False
+        self._is_past, self._held_evaluations = False, left
         return later
 
     def updates_before(self, boundary: int) -> int:
@@ -240,6 +252,7 @@ class Steering:
             epochs = [(epoch, end - self._origin) for epoch, end in question.epochs]
             losses = [*self._losses_before, *losses] if self._losses_before else losses
             epochs, self._held_epochs = [*self._held_epochs, *epochs], []
+            evaluations, self._held_evaluations = [*self._held_evaluations, *evaluations], []
             return self._checked(
                 self._tell(boundary, epochs, losses, evaluations, takes_effect - self._origin)
             )

@@ -342,8 +342,9 @@ def _history_of(options: JobOptions) -> History | None:
         record["samples"],
         [*record["epochs"], options.continues.epoch],
         [Evaluated(*each) for each in record[EVALUATED]],
-        options.continues.evaluates,
+        options.continues.evaluates and not options.continues.tells_later,
         _core.minibatches_between_drains(options.schedule_options()),
+        None if options.validation is None else options.validation.every,
     )
 
 

@@ -124,12 +124,14 @@ class Asking:
         first_minibatch: int = 0,
         origin: int = 0,
         answered: Mapping[int, int] | None = None,
+        tells_later: bool = False,
     ) -> None:
         """asks: whether this is rank 0.
         rates: returns the present learning rates.
         first_minibatch: the run's first minibatch.
         origin: the minibatch from which callbacks count.
-        answered: by boundary, the events that callbacks decided on before this run began."""
+        answered: by boundary, the events that callbacks decided on before this run began.
+        tells_later: whether the next question tells of an evaluation before the first minibatch."""
         self._way = way
         self._points = points
         self._lead = lead
@@ -140,6 +142,7 @@ class Asking:
         self._asks = asks
         self.check: Callable[[], None] = lambda: None
         """Raises the failure of a link, if the segment has had one."""
+        self.tells_later = tells_later
         self._told_to = first_minibatch
         self._evaluations: list[int] = []
         """Boundaries of evaluations that no question has reported to the callbacks yet."""
@@ -190,6 +193,10 @@ class Asking:
             self._evaluations.append(group)
         return events
 
+    def note_evaluation(self, group: int) -> None:
+        """Notes the evaluation with which the run begins, so that the next question tells of it."""
+        self._evaluations.append(group)
+
     def ask_again(self, group: int, source: MinibatchSource) -> int:
         """Asks the question of the run's first group again. Call it if the run continues from a checkpoint
         whose evaluation was still due, and that evaluation is over now. Returns the events of an answer that
@@ -214,7 +221,7 @@ class Asking:
         if self._asks:
             samples, evaluations = self._samples_to(group, source), self._evaluations
             self._way.ask(Question(group, takes_effect, [*ended_epochs], samples, self._rates(), evaluations))
-        self._evaluations = []
+        self._evaluations, self.tells_later = [], False
         if self._waits:
             self._due.append((takes_effect, group))
 
@@ -229,7 +236,7 @@ class Asking:
         return self._points.decides or self._way.waits
 
     def _asks_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], *, evaluates: bool) -> bool:
-        if self._points.at_evaluations and (evaluates or self._evaluations):
+        if self._points.at_evaluations and (evaluates or self._evaluations or self.tells_later):
             return True
         end = group - self._origin
         return self._points.is_due(end - self._group_size, end, has_ended_epoch=bool(ended_epochs))

@@ -85,6 +85,9 @@ class Continued:
     """The epoch of the minibatch."""
     evaluates: bool = False
     """Whether the weights at this minibatch are still to be evaluated."""
+    tells_later: bool = False
+    """Whether a callback has asked for an evaluation at this minibatch. Callbacks are told of it one boundary
+    later."""
     answers: Sequence[tuple[int, int, float]] = ()
     """(minibatch, events, rate factor) of the callbacks' decisions that take effect after the checkpoint."""
 

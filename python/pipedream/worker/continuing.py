@@ -100,15 +100,16 @@ def found_checkpoint(
         )
     _log.info("continuing from %s, at minibatch %d", found.checkpoint, minibatch)
     epoch = _epoch_at(found.checkpoint, found.manifest, minibatch)
-    evaluates = False
+    evaluates = tells_later = False
     if minibatch == reached:
         last = read_part_state(found.checkpoint, _last_stage_of(found.manifest))
         # A run that was ended by Ctrl-C may have left out the evaluation that was planned at this minibatch.
         is_due = _is_due(found.checkpoint, found.manifest, evaluates_every, group_size, epoch)
         is_done = any(each[0] == minibatch for each in last.get(EVALUATED, ()))
         evaluates = last.get(PENDING, False) or (is_due and not is_done)
+        tells_later = not is_due and (evaluates or is_done)
     place = go_on_after(found.checkpoint, minibatch, checkpoints.folder)
-    return Continued(str(place), minibatch, epoch, evaluates)
+    return Continued(str(place), minibatch, epoch, evaluates, tells_later)
 
 
 def _is_due(

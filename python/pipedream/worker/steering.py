@@ -72,6 +72,7 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
             first_minibatch=run.options.first_minibatch,
             origin=0 if continues is not None else run.options.first_minibatch,
             answered={due: events for due, events, _ in answers},
+            tells_later=continues is not None and continues.tells_later,
         )
     changes = RateChanges(
         way,
