@@ -165,9 +165,9 @@ def run(
         shared memory or CUDA IPC.
     codec: compresses activations and gradients between stages: "bf16", "fp16", "int8", "topk" or "topk:0.05".
         A mapping gives codecs by "activations", "gradients" or (sender stage, receiver stage). Only its key
-        "pushes" compresses the gradients that replicas push to the owners of shards. There "factors" or
-        "factors:bf16" is possible too: it sends gradients of fully connected layers as factors if these are
-        smaller (docs/parameter-server.md). Weights always travel exactly. docs/transport.md explains each
+        "pushes" compresses the gradients that replicas push to the owners of shards. There "factors", or
+        "factors:bf16" and the like, is possible too: it sends gradients of fully connected layers as factors
+        if these are smaller (docs/parameter-server.md). Weights always travel exactly. docs/transport.md explains each
         codec. None uses the codec for which the plan was made (Plan.codec); {} uses no codec.
     keys: a file that `pipedream keys` made, or keys.CurveKeys. Encrypts and authenticates every link.
     bind: the address or interface of this machine on which workers listen. None is loopback; under torchrun

@@ -4,8 +4,8 @@ A choice is a mapping, ready for JSON. Its values are names of codecs (csrc/code
 
 - "activations", "gradients": tensors sent downstream, and upstream
 - "0->1": tensors that stage 0 sends to stage 1. It takes precedence over the keys above.
-- "pushes": gradients that a replica sends to other replicas. The value may also be "factors" or
-  "factors:bf16". With "factors:bf16", gradients that are not pushed as factors are encoded by bf16.
+- "pushes": gradients that a replica sends to other replicas. The value may also be "factors", or
+  "factors:" and a codec. With "factors:bf16", gradients that are not pushed as factors are encoded by bf16.
 
 Pure; needs no torch.
 """

@@ -1,4 +1,5 @@
-"""Runs the forward of one stage. A stage that recomputes repeats the forward before its backward."""
+"""Runs the forward of one stage. A stage that recomputes and does not stash repeats the forward before its
+backward, with the newest weights."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class StatusBoard:
         return max(self._minibatches[: self._num_workers])
 
     def ask_for_stop(self) -> None:
-        """Asks rank 0 to end the run as soon as it can. The caller calls it."""
+        """Asks rank 0 to end the run as soon as it can. The process that called run() calls this method."""
         self._minibatches[self._asked] = 1
 
     @property

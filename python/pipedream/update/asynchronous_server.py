@@ -239,6 +239,11 @@ class AsynchronousServer(ShardClient):
         order = self._order if len(self._order) <= NUM_ORDERED_MAX else []
         return {"parts": parts, "order": order, "contained": contained}
 
+    @property
+    def step_peak_bytes(self) -> int:
+        """The most bytes of temporary memory that a measured update for another replica has used."""
+        return self._step_meter.peak_bytes
+
     # The second thread calls these functions to serve the other replicas.
 
     def _serve_all(self) -> None:
@@ -288,11 +293,6 @@ class AsynchronousServer(ShardClient):
         self._num_unmeasured -= 1
         with self._step_meter.step():
             yield
-
-    @property
-    def step_peak_bytes(self) -> int:
-        """The most bytes of temporary memory that a measured update for another replica has used."""
-        return self._step_meter.peak_bytes
 
     def _gradients_in(self, part: ShardPart, items: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
         gradients = {

@@ -206,7 +206,8 @@ TYPED_TEST(Adam, GradientScaleIsAGradientMultipliedFirst) {
   EXPECT_EQ(parameter.exp_avg_sq, expected.exp_avg_sq);
 }
 
-// The tensor is large enough for several tasks, and for streaming with the usual cache.
+// The tensor is large enough for several tasks of the thread team. The step touches 40 MiB, so it writes its
+// weights past the caches ("streaming"), unless the last-level cache is larger than that.
 TYPED_TEST(Adam, ThreadsAndStreamingChangeNoBit) {
   const AdamOptions options{.weight_decay = 0.1};
   const std::size_t num_elements = (std::size_t{40} << 20) / (5 * sizeof(TypeParam)) + 13;

@@ -167,7 +167,8 @@ TYPED_TEST(Sgd, GradientScaleIsAGradientMultipliedFirst) {
   EXPECT_EQ(momentum_buffer, expected_momentum);
 }
 
-// The tensor is large enough for several tasks, and for streaming with the usual cache.
+// The tensor is large enough for several tasks of the thread team. The step touches 40 MiB, so it writes its
+// weights past the caches ("streaming"), unless the last-level cache is larger than that.
 TYPED_TEST(Sgd, ThreadsAndStreamingChangeNoBit) {
   const SgdOptions options{0.1, 0.9, 0, 0.01, true, false};
   const std::size_t num_elements = (std::size_t{40} << 20) / (4 * sizeof(TypeParam)) + 13;

@@ -96,7 +96,8 @@ def test_losses_are_added_up_where_the_form_says_so(counts: bool, is_sum: bool |
     (step, *_) = _steps(form, pieces=2)
     scale = sum(share_of_loss(targets) * float(targets["scale"]) for _, targets in step)
     adds_up = counts if is_sum is None else is_sum
-    pieces_of_batch = 2 if counts and divides else 1  # pieces of a batch that is divided by all items add up
+    # If losses are divided by the items of the whole step, the losses of a batch's two pieces add up.
+    pieces_of_batch = 2 if counts and divides else 1
     assert scale == pytest.approx(pieces_of_batch * (2 if adds_up else 1))
 
 
