@@ -111,7 +111,9 @@ def test_a_killed_replica_ends_the_run_and_is_named(
     assert time.monotonic() - killed_s < BOUND_S
     text, _, kept = str(error).partition("; ")
     assert text == f"{name} (rank {rank}) was killed by SIGKILL at minibatch {at}"
-    assert not kept or stage == 1  # the other replica of stage 0 still has the weights
+    # `kept` names stages that keep the weights from before the run. Stage 0 is not among them: its other
+    # replica has the newest ones.
+    assert not kept or stage == 1
     assert list(error.losses) == [float(i * i) for i in range(len(error.losses))]  # type: ignore[attr-defined]
 
 

@@ -2,8 +2,9 @@
 //
 //   enqueuing threads --BoundedQueue--> stream thread: runs one operation after the other
 //
-// When a wait(event) is the next operation, the stream's thread blocks, as a CUDA stream would. An enqueuing
-// thread never runs the work itself.
+// When a wait(event) is the next operation, the stream's thread blocks, as a CUDA stream would. A thread that
+// enqueues an operation does not run it, with one exception: CallerStream has no thread, and runs each
+// operation in its call.
 #pragma once
 
 #include <atomic>

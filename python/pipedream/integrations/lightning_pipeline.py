@@ -432,8 +432,9 @@ class Pipeline:
         return 1
 
     def _why_not_cut(self, first: Mapping[str, Any], num_pieces: int, buffer: str | None) -> str | None:
-        """Returns the reason not to cut batches: batch norm, a buffer, or a first batch whose loss is not the
-        mean over its pieces. Returns None if batches may be cut.
+        """Returns the reason not to cut batches: batch norm, a buffer that training_step changes, a step that
+        fails with a piece of a batch, or a first batch whose loss is not the mean over its pieces. Returns
+        None if batches may be cut.
         """
         assert self.steps is not None
         if has_batch_norm(self.steps):

@@ -332,8 +332,8 @@ def _fork(files: list[int]) -> int:
 
 
 def _kind_of_server() -> tuple[object, ...]:
-    """Returns the settings that libraries read when they are loaded. If they change, the server is
-    replaced."""
+    """Returns the path of the Python executable, and the environment variables that programs and libraries
+    read when they are loaded. If any of them changes, the server is replaced."""
     names = [name for name in os.environ if name.startswith(_READ_AT_LOAD) and name not in _SET_BY_TORCH]
     return (spawn.get_executable(), *((name, os.environ[name]) for name in sorted(names)))
 

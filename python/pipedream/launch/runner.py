@@ -167,8 +167,8 @@ def run(
         A mapping gives codecs by "activations", "gradients" or (sender stage, receiver stage). Only its key
         "pushes" compresses the gradients that replicas push to the owners of shards. There "factors", or
         "factors:bf16" and the like, is possible too: it sends gradients of fully connected layers as factors
-        if these are smaller (docs/parameter-server.md). Weights always travel exactly. docs/transport.md explains each
-        codec. None uses the codec for which the plan was made (Plan.codec); {} uses no codec.
+        if these are smaller (docs/parameter-server.md). Weights always travel exactly. docs/transport.md
+        explains each codec. None uses the codec for which the plan was made (Plan.codec); {} uses no codec.
     keys: a file that `pipedream keys` made, or keys.CurveKeys. Encrypts and authenticates every link.
     bind: the address or interface of this machine on which workers listen. None is loopback; under torchrun
         on several machines it is this machine's address on the route to MASTER_ADDR. An address other than

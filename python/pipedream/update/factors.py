@@ -149,7 +149,8 @@ class FactorExchange:
         device: torch.device,
     ) -> None:
         """weights: the weights pushed as factors, in the order of the stage's parameters.
-        layers: by the weight's name, the layers that use it. They compute factors inside running()."""
+        layers: by the weight's name, the layers that use it. They compute factors while the context of
+        running() is open, and ordinary gradients otherwise."""
         self._weights = weights
         self._index_of = {weight.parameter: index for index, weight in enumerate(weights)}
         self._replica = replica

@@ -3,7 +3,7 @@
     open     makes channels and pool as planned, and links to the other workers
     train    trains until the data are over, or until a minibatch is larger than planned
     follow   rank 0 tells all ranks whether another segment follows, before they finish
-    close    frees the segment's memory
+    close    leaves the process group of the replicas
 
 An example, in which F0, B0 and U0 are the forward, the backward and the update of minibatch 0:
 
@@ -139,7 +139,8 @@ class Segment:
         """The agreed run, with the stages that recompute to save memory."""
 
     def close(self) -> None:
-        """Frees the segment's memory. The links stay open, because they belong to the worker."""
+        """Leaves the process group of the stage's replicas, if there is one. The links stay open, because
+        they belong to the worker. The memory is freed when nothing refers to the segment's core any more."""
         if self._group is not None:
             self._group.close()
 

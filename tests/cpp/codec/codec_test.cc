@@ -634,7 +634,8 @@ TYPED_TEST(CodecOfHalf, Int8IsWithinHalfAStepAndTheRoundingTo16Bits) {
       const std::size_t end = std::min(first + kInt8BlockElements, values.size());
       double largest = 0;
       for (std::size_t i = first; i < end; ++i) largest = std::max<double>(largest, std::abs(values[i]));
-      // The scale is a float32. Near float32's smallest numbers it has no more bits than a bfloat16.
+      // The scale is a float32. A subnormal scale is off by up to 2^-150, and decoding multiplies it by up to
+      // 127.
       const double step = largest / 254 * (1 + 1e-5) + 0x1p-150 * 128;
       for (std::size_t i = first; i < end; ++i) {
         const double rounding =

@@ -36,6 +36,7 @@ _ENDS = {
     "unet": "down.1",
     "gpt_neox": "gpt_neox.layers.0",
     "mixer": "blocks.0",
+    **dict.fromkeys(["lora", "dora", "lora_tied", "lora_saved"], "base_model.model.model.layers.0"),
 }
 
 

@@ -118,7 +118,7 @@ def test_the_command_prints_one_object_and_draws_a_picture(
     assert [layer["name"] for layer in explained["layers"]] == ["stem", "head"]
     assert explained["refused"][0]["name"] == "body"
     drawn = (tmp_path / "cuts.svg").read_text()
-    # All values are at most 48, so the unit is bytes.
+    # All values are below 1 KiB, so the unit is bytes.
     assert ">bytes that cross after the layer</text>" in drawn
     assert ">bytes of parameters</text>" in drawn
 
