@@ -382,7 +382,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "sync_every",
-        "above 1, each replica updates weights of its own, and all take the mean after this number of updates",
+        "above 1, replicas update weights of their own, and all take the mean after this number of updates",
         1,
         check_count,
         CommandOption("Let replicas make so many updates each before they average their weights.", int),
