@@ -462,8 +462,9 @@ def _without_overlaps(gradients: Sequence[Tensor | None]) -> list[Tensor | None]
 
 
 def _scale_scheduler(scheduler: Any, factor: float) -> None:
-    if hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+    for name in ("base_lrs", "max_lrs"):  # the second of CyclicLR
+        if hasattr(scheduler, name):
+            setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
     for part in getattr(scheduler, "_schedulers", ()):  # a chained or sequential scheduler has parts
         _scale_scheduler(part, factor)
 

@@ -223,3 +223,17 @@ def test_a_state_of_other_options_is_refused_also_under_another_plan() -> None:
         StageOptimizer(functools.partial(torch.optim.SGD, lr=0.2), named).go_on_from_parts([before])
     # An option may differ if it follows from the plan.
     StageOptimizer(functools.partial(_slower_when_late, delay=1.0), named).go_on_from_parts([before])
+
+
+def test_a_rate_factor_scales_the_whole_cycle_of_a_cyclic_rate() -> None:
+    named = stage_of(nn.Linear(2, 1)).trainable_parameters()
+    cyclic = functools.partial(
+        torch.optim.lr_scheduler.CyclicLR, base_lr=0.1, max_lr=1.0, step_size_up=2, cycle_momentum=False
+    )
+    factory = functools.partial(torch.optim.SGD, lr=0.1)
+    whole, halved = (StageOptimizer(factory, named, cyclic) for _ in range(2))
+    halved.scale_rates(0.5)
+    for _ in range(5):
+        assert halved.rates() == pytest.approx([rate / 2 for rate in whole.rates()])
+        whole.end_step()
+        halved.end_step()
