@@ -86,8 +86,8 @@ class Training:
         self._stop = False
         self.is_reporting = False
         """Whether the Trainer is asking for the figures of an evaluation that the pipeline has made."""
-        self._versions: list[tuple[bool, int]] | None = None
-        """Whether each parameter is trained, and its version, at the first report."""
+        self._trained: list[bool] | None = None
+        """Whether each parameter is trained, at the first report."""
         self._factor = 1.0
         self._metrics: dict[int, dict[str, float]] = {}
         """By step, the metrics of evaluations that have not been reported to the Trainer."""
@@ -374,8 +374,8 @@ class Training:
         """
         if report.end <= self._first_step:
             return Decision(rate_factor=self._factors.get(report.end, 1.0))
-        if self._versions is None:
-            self._versions = self._versions_of_model()
+        if self._trained is None:
+            self._trained = self._trained_of_model()
         norms = [*report.gradient_norms]
         for index, loss in enumerate(report.losses):
             self._tell_step(loss, norms[index] if index < len(norms) else None)
@@ -457,16 +457,16 @@ class Training:
                 f"a callback changed the optimizer's options before step {step}, which the workers have made"
                 " without the change: use an lr_scheduler"
             )
-        if self._versions != self._versions_of_model():
+        if self._trained != self._trained_of_model():
             raise ValueError(
-                f"a callback changed, froze or thawed parameters before step {step}, which the workers have"
-                " made without the change: change them before train()"
+                f"a callback froze or thawed parameters before step {step}, which the workers have made"
+                " without the change: freeze or thaw them before train()"
             )
 
-    def _versions_of_model(self) -> list[tuple[bool, int]]:
-        if under_torchrun():  # this process is a worker, which binds its own parameters and notices thaws
+    def _trained_of_model(self) -> list[bool]:
+        if under_torchrun():  # this process is a worker, which notices the change itself
             return []
-        return [(p.requires_grad, p._version) for p in self._trainer.model.parameters()]
+        return [parameter.requires_grad for parameter in self._trainer.model.parameters()]
 
     def _tell_asked_evaluation(self) -> None:
         """Reports an evaluation that a callback asked for. Its figures come one step after the step at which

@@ -166,23 +166,20 @@ def test_a_loss_under_autocast_is_computed_in_float32() -> None:
     assert seen == [torch.float32, False]
 
 
-class Touching(transformers.TrainerCallback):  # type: ignore[misc]
-    def __init__(self, case: str) -> None:
-        self.case = case
-
+class Freezing(transformers.TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-        if self.case == "frozen":
-            model.classifier.requires_grad_(False)
-        else:
-            with torch.no_grad():
-                model.classifier.weight.clamp_(-0.01, 0.01)
+        model.classifier.requires_grad_(False)
 
 
-@pytest.mark.parametrize("case", ["frozen", "changed"])
-def test_parameters_that_a_callback_changes_in_a_plain_script_are_refused(tmp_path: Path, case: str) -> None:
-    given = {"callbacks": [Touching(case)]}
-    trainer = make_trainer(tmp_path, is_pipeline=True, given=given)
+def test_parameters_that_a_callback_freezes_in_a_plain_script_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, is_pipeline=True, given={"callbacks": [Freezing()]})
     with pytest.raises(
-        ValueError, match="a callback changed, froze or thawed parameters before step 2, which"
+        ValueError, match="a callback froze or thawed parameters before step 2, which the work"
     ):
         trainer.train()
+
+
+def test_a_plain_script_trains_as_the_trainer_does(tmp_path: Path) -> None:
+    # The weights have come back before the last steps are reported.
+    expected = train(tmp_path / "trainer", {}, is_pipeline=False)
+    assert_same(train(tmp_path / "pipeline", {}, is_pipeline=True), expected)
