@@ -271,8 +271,16 @@ std::optional<WorkItem> StageEngine::upcoming() const {
   work.minibatch = following->minibatch;
   work.microbatch = following->microbatch;
   work.read_version = following->version;
-  work.read_slot = part_of(following->stage).stage_part.slots->slot_of(following->version);
+  work.read_slot = slot_read_by(*following);
   return work;
+}
+
+// Returns the slot that a FORWARD or BACKWARD reads. If a stage that does not stash reads a version older
+// than the run's first one, this is the first version's slot, and the worker itself has the older weights.
+SlotIndex StageEngine::slot_read_by(const Instruction& instruction) const {
+  const Part& part = part_of(instruction.stage);
+  const WeightVersion oldest = part.stashes ? instruction.version : part.rounds.first_version();
+  return part.stage_part.slots->slot_of(std::max(instruction.version, oldest));
 }
 
 // Waits until the channel has room for the evaluation's item. The number of evaluations is not known, so the
@@ -365,14 +373,11 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
     PD_CHECK(work.write_version == instruction.version, to_string(instruction));
   } else if (traits.stash == Stash::kKept) {
     // A stage that does not stash keeps no version for the backward, so an update may overwrite this version.
-    // If the version is older than the run's first one, the work item names the first version's slot, and the
-    // worker itself has the older weights.
-    work.read_slot = part.stashes ? slots.acquire(instruction.version)
-                                  : slots.slot_of(std::max(instruction.version, part.rounds.first_version()));
+    work.read_slot = part.stashes ? slots.acquire(instruction.version) : slot_read_by(instruction);
     part.versions.push_back({instruction.version, instruction.version});
     ++part.num_forwards;
   } else {  // its version is still there: it is stashed, or no UPDATE comes in between
-    work.read_slot = slots.slot_of(instruction.version);
+    work.read_slot = slot_read_by(instruction);
   }
   if (traits.stash == Stash::kReleased) {
     part.versions.at(own_index(part, instruction)).backward = instruction.version;

@@ -187,6 +187,7 @@ class StageEngine {
   [[nodiscard]] const EdgeChannel* find_channel(const Edge& edge) const;
   [[nodiscard]] ReceiveChannel* source_of(const Instruction& instruction) const;
   [[nodiscard]] SendChannel* target_of(const Instruction& instruction) const;
+  [[nodiscard]] SlotIndex slot_read_by(const Instruction& instruction) const;
   [[nodiscard]] Result<bool> receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item);
   [[nodiscard]] Result<bool> wait_to_evaluate(Deadline deadline);
   [[nodiscard]] bool begins_evaluation(const ReceiveChannel& source, Deadline deadline);
