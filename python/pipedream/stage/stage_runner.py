@@ -305,6 +305,8 @@ class StageRunner:
     def keep_version(self, work: _core.WorkItem, kept: HeldVersions) -> None:
         """Puts a copy of the version that the next backward reads into `kept`. The update after that backward
         may overwrite the version, and a run that continues this one needs it."""
+        if self._held is not None:  # a short run's forwards may all have read older versions
+            self._load_held(work, is_forward=False)
         version = _core.backward_version(self._schedule, self.stage_index, work.minibatch, work.microbatch)
         kept.keep(version, self._weights.own, work.read_slot)
 
