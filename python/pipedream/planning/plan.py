@@ -88,8 +88,9 @@ class Plan:
     bandwidth_bytes_per_s: float | None = None
     cost_model: str | None = None
     in_flight: tuple[int, ...] = ()
-    """n_s, the number of minibatches in flight at each replica of stage s. (): derived from the numbers of
-    replicas r_s by n_{S-1} = 1 and n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
+    """n_s, the number of microbatches in flight at each replica of stage s (of minibatches, if they are not
+    cut). (): derived from the numbers of replicas r_s by n_{S-1} = 1 and
+    n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
     """
     bottleneck_ms: float | None = None
     """Predicted time per minibatch of the slowest stage or boundary."""
