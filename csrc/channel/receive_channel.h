@@ -98,7 +98,8 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] bool open() const { return open_.load(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
   [[nodiscard]] ChannelStats stats() const;  // any thread
-  // The transfers of the most recently received items, taken or not, in their order. Any thread.
+  // The transfers of the most recently received items, in the order in which they became complete. Items that
+  // the compute thread has not taken yet are included. Any thread.
   [[nodiscard]] std::vector<ReceivedTransfer> transfers() const;
   // Adds a time during which the compute thread waited for this channel.
   void add_wait(std::int64_t wait_ns) { wait_ns_.fetch_add(wait_ns, std::memory_order_relaxed); }

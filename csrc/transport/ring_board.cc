@@ -140,9 +140,10 @@ void RingBoard::unmark(std::uint32_t number) {
   }
 }
 
-// This is step a of the drawing in ring_board.h. There is a full barrier between steps 2 and 3, and between
-// steps a and c. So the sender sees the wish, or the receiver sees the mark. A link's patience works like a
-// part of the wish, because let_wait() is called before step a.
+// This is step a of the drawing in ring_board.h. The sender marks the link (2) before it reads the wish (3).
+// The receiver writes the wish (a) before it looks at the marks (c). A full barrier lies between 2 and 3, and
+// between a and c. So the sender sees the wish, or the receiver sees the mark. The same holds for a link's
+// patience, because let_wait() writes it before step a.
 void RingBoard::wish(std::optional<Patience> patience) {
   if (!patience && !wished_) return;
   wished_ = patience;

@@ -53,7 +53,8 @@ class LoRA(nn.Module):
 
 
 def _adapted(first_block: int) -> nn.Module:
-    """Returns the twin with adapters in the blocks from this one on. Only the adapters are trained."""
+    """Returns the model of _TWIN, a small transformer, with LoRA adapters in its blocks from first_block on.
+    Only the adapters are trained."""
     model = _TWIN.model()
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):

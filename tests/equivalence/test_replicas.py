@@ -82,7 +82,8 @@ def test_other_schedules_give_the_references_result(
     assert_equals_reference(farm, _training("cnn", replicas, schedule=schedule))
 
 
-# A round has 6 minibatches, several for each replica. The last round has between 1 and 5 of them.
+# A round is the minibatches of one update. These schedules drain, so a round has lcm(2, 3) = 6 minibatches at
+# both stages: 2 or 3 for each replica. The last round has 1, 3, 4 or 5.
 @pytest.mark.parametrize("num_minibatches", [1, 3, 4, 5, 9, 11])
 @pytest.mark.parametrize("replicas", [(2, 3), (3, 2)], ids=["2-3", "3-2"])
 def test_a_short_round_of_several_minibatches_each_gives_the_references_result(

@@ -70,8 +70,9 @@ class Minibatch(NamedTuple):
 
 @dataclass(frozen=True)
 class LargerMinibatch:
-    """The reason why the data have ended for now: some minibatch is larger than planned. The head
-    of minibatch_source.py says what a group is.
+    """The first minibatch that is larger than planned, and where the data end because of it. They end before
+    its group, until memory has been planned for it. A group is the minibatches between two points at which
+    the rounds of all stages end (minibatch_source.py).
     """
 
     first: int

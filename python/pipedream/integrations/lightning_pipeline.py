@@ -152,7 +152,7 @@ class Pipeline:
         return len(self._train_rows)
 
     def val_row(self) -> Row | None:
-        """Returns the next row of a validation; None if the pipeline evaluated nothing."""
+        """Returns the figures of the next validation batch; None if the pipeline evaluated nothing."""
         if not self._val_rows:
             return None
         if len(self._val_rows) == self.num_val_batches:

@@ -258,7 +258,7 @@ def _first_microbatch(
     boundary: Boundary | None = None
     check_alike(inputs, targets, m, minibatch=which)
     in_microbatches = isinstance(inputs, Microbatches)
-    if in_microbatches:  # enlarged() has made all microbatches as large as the largest
+    if in_microbatches:  # enlarged() or shaped() has given all of them the same sizes
         inputs, targets, m = first_microbatch(inputs), first_microbatch(targets), 1
     count = samples_of(inputs, targets)
     # Inputs that cannot cross a cut are allowed, because they stay here.

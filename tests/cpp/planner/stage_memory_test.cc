@@ -44,8 +44,9 @@ TEST(StageMemory, WhatIsInFlightIsOfMicrobatches) {
   EXPECT_EQ(memory_with_microbatches(1)[0], (3 + 1) * 60 + 3 * 16 + 3 * (80 + 40) + 2 * 40 + 2 * 40);
   EXPECT_EQ(memory_with_microbatches(2)[0], (2 + 1) * 60 + 2 * 16 + 3 * (40 + 20) + 2 * 20 + (2 * 20 + 60));
   EXPECT_EQ(memory_with_microbatches(4)[0], (2 + 1) * 60 + 2 * 16 + 3 * (20 + 10) + 2 * 10 + (2 * 10 + 60));
-  // There are two slots, the gradients of three microbatches in flight upstream, and one gradient that is
-  // released late.
+  // The terms of 10 bytes are two slots, the kept input of one microbatch, the gradients of two more that are
+  // in flight upstream, and one gradient that is released late. The saved tensors do not count the input
+  // again.
   EXPECT_EQ(memory_with_microbatches(4)[1], (1 + 1) * 60 + 16 + (20 - 10) + (2 + 3 + 1) * 10 + (2 * 10 + 60));
 }
 

@@ -139,7 +139,7 @@ def test_clocks_that_drift_apart_are_held_together(rate: float) -> None:
         _run_item(clock, device, 1.0)
         device.pass_time(9)
         clock.tell_done()
-    # Without the correction the times would be wrong by more than 2 s. With it they are wrong by at most the
+    # Without the correction the times would be wrong by almost 2 s. With it they are wrong by at most the
     # time from the end of the work until tell_done().
     began_ns, ended_ns = device.told[-1]
     assert device.host_ns - 10 * _MS <= began_ns < ended_ns <= device.host_ns

@@ -1,6 +1,6 @@
-"""Tests replicas of asynchronous shards in one thread, with every replica late at some time. Each gradient is
-applied once, in the order of arrival. The oracle, pipedream.reference, computes the same numbers from that
-order. Also tests how old a version may be for each way to synchronise.
+"""Tests replicas of asynchronous shards in one thread, under random delays. Each gradient is applied once, in
+the order of arrival. The oracle, pipedream.reference, computes the same numbers from that order. Also tests
+how old a version may be with "bsp", "ssp" and "asp".
 """
 
 from __future__ import annotations
