@@ -127,7 +127,7 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     }
     doing_ = *instruction;
     if (!travels(instruction->opcode)) {
-      // The run's failure is looked up here, because only waits notice it, and this call may not wait.
+      // A wait notices a failure of the run. This call can return without a wait, so it looks for one here.
       if (const auto failure = wakeup_.failure()) return located(*failure);
       if (is_of_evaluation(instruction->opcode)) {
         const Result<bool> may_begin = wait_to_evaluate(deadline);

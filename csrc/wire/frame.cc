@@ -210,8 +210,8 @@ Failure not_zero(const FrameHeader& header, std::string_view field, Value value)
                        "must be 0 in a " + std::string(frame_kind_name(header.kind)) + " frame");
 }
 
-// Checks that a frame without a tensor has zeros in the tensor's fields, so that no bytes can hide in fields
-// that nobody reads.
+// Checks that a frame without a tensor has 0 in the fields that describe a tensor or an item, except dtype,
+// minibatch and microbatch.
 std::optional<Failure> tensorless_violation(const FrameHeader& header) {
   if (header.num_tensors != 0) return not_zero(header, "num_tensors", header.num_tensors);
   if (header.tensor_index != 0) return not_zero(header, "tensor_index", header.tensor_index);

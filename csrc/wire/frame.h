@@ -99,9 +99,10 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 //   - TENSOR: the codec applies to the dtype, tensor_index < num_tensors, and shape x dtype does not
 //     overflow. Without a codec shape x dtype == tensor_bytes. payload_bytes or placed_bytes is 0, and
 //     chunk_offset + payload_bytes + placed_bytes <= tensor_bytes.
-//   - Other kinds have 0 in the fields of tensor and item, and no payload. There are three exceptions. END
-//     has boundary_events. ABORT has a payload. CREDIT has slots, up to slot 65,535 at most, or one slot and
-//     the place that is posted for it.
+//   - Other kinds have no payload, and 0 in the fields of tensor and item, except dtype, minibatch and
+//     microbatch. But END has boundary_events, and ABORT has a payload. CREDIT grants slots, none above
+//     65,535, or one slot for a posted place: then tensor_bytes and chunk_offset have the size of the place
+//     and its offset.
 //   - Only HELLO has plan_hash, only BEAT num_work_items and has_pulse, only CREDIT further_slots, and only
 //     TENSOR has_last_slot. Without has_payload_checksum, payload_checksum is 0.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);

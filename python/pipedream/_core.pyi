@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 class RunFailure(RuntimeError):  # noqa: N818
-    """A failure outside this program, such as a lost peer. args are (kind, message); kind is "PeerLost",
-    "Timeout", "CorruptFrame", ..."""
+    """A failure that the core reports, such as a lost peer. args are (kind, message). kind is the name of a
+    FailureKind (base/failure.h), such as "PeerLost", "Timeout" or "CorruptFrame"."""
 
 class Edge:
     """A connection on which a schedule sends items, from a replica of a stage to a replica of this or another

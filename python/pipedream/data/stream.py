@@ -443,12 +443,13 @@ class ForwardedData:
 
 
 class ReceivedStream:
-    """Yields the minibatches that the caller forwards.
+    """Yields the minibatches that the caller's process reads and sends to this worker.
 
     receive_inputs, receive_targets: functions that return the next (tensors, fingerprint) of a channel, or
     None at the channel's end. Each is None if the stage does not read the channel, or if the channel is not
-    open yet. read_larger: function that is called at the end. It returns the description of the data that
-    follow a larger minibatch, or None if all data are over.
+    open yet. read_larger: function that is called when a channel has ended. If the caller's data go on, it
+    returns their description; they begin with the group of a minibatch that is larger than planned. It
+    returns None if the data are over.
     """
 
     def __init__(

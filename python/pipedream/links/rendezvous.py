@@ -102,9 +102,9 @@ def connect_store(port: int) -> dist.Store:
 def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
     """Joins the store of torchrun's agent. Under a launcher without such a store, rank 0 hosts the store.
 
-    No process group is needed. Raises ValueError if MASTER_ADDR or MASTER_PORT is missing, or if other machines
-    cannot reach MASTER_ADDR. Raises PeerLost if no store answers there within timeout_s, and PipelineError
-    if rank 0 cannot host the store.
+    No process group is needed. Raises ValueError if MASTER_ADDR or MASTER_PORT is missing, or if other
+    machines cannot reach MASTER_ADDR. Raises PeerLost if no store answers there within timeout_s, and
+    PipelineError if rank 0 cannot host the store.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = _from_environment("MASTER_ADDR"), int(_from_environment("MASTER_PORT"))

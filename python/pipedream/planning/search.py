@@ -52,12 +52,12 @@ def search(
     allowed: Callable[[Stages], bool] = lambda stages: True,
     on_plan: OnPlan | None = None,
 ) -> FoundPlan:
-    """Improves the starts step by step, and returns the plan with the least score that it finds. Ties go to
-    fewer workers, then to fewer stages.
+    """Improves the three best starts, and then random plans, step by step. Returns the plan with the least
+    score that it finds. Ties go to fewer workers, then to fewer stages.
 
     starts: at least one plan. score: function that returns a plan's milliseconds per minibatch. plans_max:
-    the most plans that are scored besides the starts. allowed: function that returns whether a plan keeps to
-    further limits.
+    the search stops when it has scored this many plans besides the starts, or one more. allowed: function
+    that returns whether a plan keeps to further limits.
     """
     scores: dict[tuple[tuple[int, int], ...], float] = {}
     distinct = list(dict.fromkeys(starts))

@@ -74,7 +74,8 @@ class _Begun:
 
 
 class StageSaver:
-    """Saves the stages of one worker during a segment of the run."""
+    """Saves the stages of one worker in checkpoints. Each segment, a part of the run with one plan of the
+    memory, has a saver of its own."""
 
     def __init__(
         self,

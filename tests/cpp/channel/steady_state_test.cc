@@ -175,8 +175,8 @@ class SteadyState : public testing::TestWithParam<Case> {
     if (!AllocationCounter::counts()) GTEST_SKIP() << "a sanitizer has the allocator";
   }
 
-  // Sends num_items items from `first` on to the other worker and takes them back. At most kNumInFlight items
-  // are under way at once.
+  // Sends num_items items to the other worker, numbered from `first`, and takes them back. At most
+  // kNumInFlight + 1 items are under way at once.
   static void exchange(Peer& peer, std::int64_t first, std::int64_t num_items) {
     for (std::int64_t minibatch = first; minibatch < first + num_items + kNumInFlight; ++minibatch) {
       if (minibatch < first + num_items) peer.send(minibatch);

@@ -69,7 +69,8 @@ class CountingEnd final : public LinkHandler {
   std::uint64_t num_received_ = 0;
 };
 
-// A transport with its ends, a thread that sends on its links, and a thread that waits.
+// A transport with its ends, a thread that sends on its links, and a thread that drives it until every end
+// has received END.
 struct Party {
   std::atomic<std::size_t> num_ends_due{0};
   std::vector<std::unique_ptr<CountingEnd>> ends;  // declared first, so that the ends outlive the transport

@@ -23,8 +23,9 @@ def _num_hooks(model: nn.Module) -> int:
 
 
 def test_hooks_that_a_forward_installs_are_gone_and_those_before_stay() -> None:
-    """Hooks of a forward must go together with the flag that says that they exist. Otherwise the next forward
-    would install them again, and a Mixtral would collect all router logits twice.
+    """The hooks that a forward installs must be removed together with the flag that says that they are
+    installed. If only the flag were reset, the next forward would install them again, and a Mixtral would
+    collect all router logits twice.
     """
     twin = TWINS["routed"]
     model, (inputs, _) = twin.model(), twin.data(1)[0]
