@@ -547,10 +547,14 @@ def _count_one(batch: Any) -> float:
 
 def _figures_of(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Returns figures of each parameter that change if its values do or if it is frozen or thawed."""
-    return {
-        name: (p.requires_grad, *(str(float(f(p.detach()))) for f in (torch.sum, torch.linalg.vector_norm)))
-        for name, p in module.named_parameters()
-    }
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, parameter in module.named_parameters():
+        values = parameter.detach()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        values = values if values.is_floating_point() else values.double()
+        amounts = (values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64))
+        found[name] = (parameter.requires_grad, *(str(float(amount)) for amount in amounts))
+    return found
 
 
 def _double(tensor: Tensor) -> Tensor:

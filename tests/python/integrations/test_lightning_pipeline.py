@@ -22,6 +22,7 @@ L = pytest.importorskip("lightning")
 pytest.importorskip("torchmetrics")
 
 from pipedream.integrations import lightning as front  # noqa: E402
+from pipedream.integrations.lightning_pipeline import _figures_of  # noqa: E402
 from test_lightning import NUM_LAYERS, Net, arguments, loaders, net  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -192,3 +193,13 @@ def test_changes_that_come_too_late_for_the_workers_are_refused(
 ) -> None:
     for told in farm.results(_refusal, tmp_path, case, num_ranks=2):
         assert message in told
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8])
+def test_a_change_of_parameters_of_any_dtype_is_seen(dtype: torch.dtype) -> None:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.ones(1000).to(dtype), requires_grad=False)
+    before = _figures_of(module)
+    assert _figures_of(module) == before
+    module.weight[0] += 1
+    assert _figures_of(module) != before
