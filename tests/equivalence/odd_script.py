@@ -105,12 +105,12 @@ class Net(nn.Module):
 
 
 def plain():
-    """A script as most are."""
+    """Returns the model of a script that changes nothing."""
     return nn.Sequential(Scale(), nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 3))
 
 
 def chain():
-    """A list of layers."""
+    """Returns a list of layers."""
     return nn.Sequential(Block(8, 8), Gate(8, 8), Plain(8, 8), nn.Linear(8, 3))
 
 
@@ -387,7 +387,7 @@ _OF_CODE = (
     *("attribute_of_a_class", "patched_class", "patched_class_of_a_module"),
     *("patched_static_method", "number_of_a_module", "changed_dict_of_a_module", "patched_library"),
     *("patched_object", "partial_of_an_object", "hooks", "hook_of_all_modules", "guarded_function"),
-    "forward_around_the_former",  # comes after the oddities that patch its class
+    "forward_around_the_former",  # after the oddities that patch the layer's class
 )
 GROUPS = {
     "nothing": (),

@@ -26,8 +26,8 @@ def _text(workers: Iterable[list[Step]], minibatches_per_body: int) -> str:
 
 
 def _steps(short: str, versions: str) -> list[Step]:
-    """Returns steps. `short` is such as "F0 F1 B0 U0 B1 U1". `versions` names the version of each step, such
-    as "0 0 0 1 0 2".
+    """Returns steps. `short` is such as "F0 B0 U0": the forward, the backward and the update of minibatch 0.
+    `versions` names the version of each step, such as "0 0 0 1 0 2".
     """
     opcodes = {"F": "FORWARD", "B": "BACKWARD", "U": "UPDATE"}
     pairs = zip(short.split(), versions.split(), strict=True)
@@ -52,8 +52,8 @@ DRAINS_AFTER_THREE = Program(
 
 
 def drawn_program(seed: int, replicas: Sequence[int] = (), workers: int | None = None) -> Program:
-    """Draws a program. Its stages finish all minibatches of a body before the next repetition of the body
-    begins.
+    """Draws a program. A program repeats its body, the steps of some minibatches. Here the stages finish all
+    minibatches of the body before its next repetition begins.
 
     Each step is done by a random stage that can go on. A forward reads any version of its body that exists by
     then. Some stages without replicas keep only the newest version. `replicas` has the number of replicas of
@@ -91,7 +91,7 @@ def drawn_program(seed: int, replicas: Sequence[int] = (), workers: int | None =
 
 
 class _Drawn:
-    """A stage of a program that is being drawn. Microbatches are numbered through the body."""
+    """A stage of a program that is being drawn. Microbatches are numbered from the beginning of the body."""
 
     def __init__(self, index: int, num_replicas: int, m: int, per_round: int, minibatches: int) -> None:
         self.index = index

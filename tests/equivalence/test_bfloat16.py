@@ -132,7 +132,8 @@ def test_masters_and_moments_are_float32_in_the_pool(farm: Farm) -> None:
         ((1, 1), {}, {"activations": "int8", "gradients": "topk:0.5"}, 0.1),
         ((2, 1), {}, {"pushes": "bf16"}, _ROUNDING),  # this codec leaves bfloat16 as it is
         ((2, 1), {}, {"pushes": "factors"}, _ROUNDING),
-        # The oracle's updates are others than those of asp.
+        # With asp every minibatch's gradient makes an update. The oracle here makes an update from the mean
+        # of two minibatches' gradients.
         ((2, 1), {"sync": "asp", "schedule": "pipedream"}, None, 0.5),
     ],
     ids=str,

@@ -68,7 +68,8 @@ def _train_recorded(training: Training, **options: Any) -> tuple[int, list[_Even
 
 
 def _expected(num_minibatches: int, epochs: int, group: int) -> dict[int, int]:
-    """Returns the events that are due at each boundary, as bits."""
+    """Returns the events that are due at each boundary, as bits. A boundary is named by the number of
+    minibatches before it: a multiple of `group`, or the end."""
     due: dict[int, int] = {}
     total = epochs * num_minibatches
     for event, places in (

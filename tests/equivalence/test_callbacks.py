@@ -164,7 +164,8 @@ def test_a_rate_that_a_callback_halves_falls_at_all_stages_at_the_same_update(
 
 
 class _Watching(Callback):
-    """Answers the report of each epoch with its decision in `wishes`, and records the reports."""
+    """Answers the report of each epoch with its decision in `wishes`. Records the reports of minibatches and
+    evaluations, and pins the first checkpoint."""
 
     wants_gradient_norms = True
 
@@ -458,4 +459,4 @@ def test_a_run_goes_on_from_a_checkpoint_at_which_an_evaluation_was_asked_for(
         saved = checkpoints_in(tmp_path / "whole")[number]
         losses, validation, seen = train(tmp_path / f"{number}", saved)[0]
         assert (losses, validation) == whole[:2]
-        assert seen[:6] == whole[2][:6]  # at the end ranks tell of what is left at once
+        assert seen[:6] == whole[2][:6]  # the later reports come at the end of the run, all at once

@@ -113,7 +113,7 @@ def test_what_an_update_makes_and_drops_is_within_the_largest_transient(
 def test_a_round_of_several_minibatches_stays_within_its_prediction(
     farm: Farm, replicas: tuple[int, ...]
 ) -> None:
-    """A round has several minibatches here, and the later gradients are added to the first one's."""
+    """Here an update needs several minibatches. Their gradients are added to the first one's."""
     stages = zip(Plan.straight(16, 2).stages, replicas, strict=True)
     plan = Plan(tuple(replace(stage, num_replicas=count) for stage, count in stages))
     for result in farm.results(_train_plan, plan, num_ranks=sum(replicas), schedule="flush"):
@@ -121,7 +121,7 @@ def test_a_round_of_several_minibatches_stays_within_its_prediction(
 
 
 def _needed_bytes(result: RunResult) -> list[int]:
-    """Each worker's predicted bytes."""
+    """Returns each worker's predicted bytes, summed over its memory terms."""
     return [sum(figures["predicted"] or 0 for figures in terms.values()) for terms in result.memory]
 
 

@@ -69,7 +69,7 @@ class _Given:
 
 
 _SIZES = ((3, 2, 3), (1, 3, 2), (2, 3), (3, 1, 4), (2, 2, 2), (3,))
-"""Samples of microbatches; minibatch 3 has the largest."""
+"""The samples of the microbatches of each minibatch. Minibatch 3 has the largest microbatch."""
 
 
 def _assert_equals_reference_on_given(

@@ -116,7 +116,8 @@ def test_as_many_bytes_are_saved_as_factors_are_smaller(farm: Farm, case_name: s
     factored, _ = farm.results(train_in_pipeline, training, codec=_FACTORS, num_ranks=2)[0]
     rows = _TOKENS if case_name == "words" else _BATCH
     num_elements = sum(parameter.numel() for parameter in training.model().parameters())
-    # Of all replicas together.
+    # The bytes that all replicas together send for each element of a weight, and for each element of its
+    # factors.
     of_weights = 2 * (num_replicas - 1) * itemsize
     of_factors = num_replicas * (num_replicas - 1) * itemsize
     saved = sum(

@@ -187,7 +187,7 @@ _NUM_REHEARSED = 2
 
 
 class _Waits(torch.autograd.Function):
-    """Returns its input. Its backward waits for the layer's gate."""
+    """Returns its input. Its backward calls the layer's wait()."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, layer: _WaitsInItsBackward) -> Tensor:
@@ -201,8 +201,8 @@ class _Waits(torch.autograd.Function):
 
 
 class _WaitsInItsBackward(nn.Module):
-    """Waits for the gate in its backwards of the training at rank 1, but not in the rehearsal or in the
-    oracle.
+    """Waits in its backwards of the training at rank 1 until a file exists, the gate. Does not wait in the
+    rehearsal or in the oracle.
     """
 
     def __init__(self, gate: str) -> None:
@@ -229,7 +229,7 @@ class _AddsPositions(nn.Module):
     """Adds a parameter. With one sample, autograd gives the input and the parameter the same gradient, in the
     same memory.
 
-    Makes the gate's file in its sixth forward of the training at rank 2.
+    Makes the file `gate` in its sixth forward of the training at rank 2.
     """
 
     def __init__(self, gate: str) -> None:
@@ -687,7 +687,7 @@ def _numbers_after_runs(num_stages: int, seed: int | None) -> tuple[float, float
 
 
 def _model_with_dropout() -> nn.Sequential:
-    """Made without touching the generators."""
+    """Returns a model, without drawing from the caller's generators."""
     with torch.random.fork_rng(devices=[]):
         return _model(_linear(), nn.Dropout(0.5), _linear())
 

@@ -127,7 +127,7 @@ def _sgd_by_delay(parameters: Any, delay: float) -> torch.optim.Optimizer:
 def test_an_optimizer_is_told_its_stages_mean_delay(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
-    """The reference counts the delay microbatch by microbatch."""
+    """The rate depends on the delay, which the reference counts microbatch by microbatch."""
     assert_equals_reference(farm, _training("mlp", replicas, optimizer=_sgd_by_delay, **how))
 
 
@@ -184,7 +184,8 @@ class _OfWholeTensors(torch.optim.SGD):
 def test_whole_tensors_of_unequal_sizes_wait_for_fewer_slots_than_there_are(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
-    """Each slot is as large as the largest tensor. As many slots as one round needs are enough."""
+    """Each chunk is a whole tensor, and each slot is as large as the largest tensor. So fewer slots than
+    chunks have room for the gradients of a round."""
     optimizer = functools.partial(_OfWholeTensors, lr=0.05, momentum=0.9)
     assert_equals_reference(farm, _training("transformer", replicas, optimizer=optimizer, **how))
 
@@ -285,8 +286,8 @@ class _WholeTensorSGD(torch.optim.SGD):
 def _half_frozen(
     used: list[bool], fills: bool
 ) -> tuple[nn.Sequential, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Returns a model and its minibatches. `fills` is whether each gradient fills a chunk of whole
-    tensors.
+    """Returns a model and its minibatches. With `fills` each gradient fills its chunk. Otherwise chunks have
+    gaps between their gradients.
     """
     torch.manual_seed(0)
     width = 8 if fills else 3
@@ -416,8 +417,9 @@ def test_epochs_do_not_end_a_round(farm: Farm) -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),
-    # A reader holds a group of minibatches besides those in flight. The last of these plans hangs if there is
-    # room for fewer.
+    # A worker that gets data holds a group of minibatches besides those in flight. A group is the fewest
+    # minibatches after which the rounds of all stages end. The last of these plans hangs if there is room for
+    # fewer.
     [((2, 2), 1), ((1, 2, 1), 1), ((1, 2), 3)],
     ids=["2-2", "1-2-1", "1-2 with 3 microbatches"],
 )

@@ -1,7 +1,7 @@
 """Tests that stages with replicas that share parameters give the oracle's numbers.
 
-All uses in a minibatch read one version. In each round of minibatches the owner makes one update with the
-gradients of all uses.
+All uses in a minibatch read one version. A round is the minibatches of one update. In each round the owner,
+the first stage that uses the parameter, makes one update with the gradients of all uses.
 """
 
 from __future__ import annotations

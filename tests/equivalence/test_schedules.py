@@ -1,5 +1,5 @@
 """Tests that every schedule, over separate processes and ZeroMQ, gives the oracle's numbers, with every
-option of run().
+pair of values of the options in _FACTORS.
 
 Each run must also read the right versions, and no memory term may exceed its prediction.
 """

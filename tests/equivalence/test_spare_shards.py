@@ -125,8 +125,8 @@ def test_what_the_caller_iterates_goes_to_replicas_alone() -> None:
 
 
 def test_a_shard_of_more_chunks_than_a_spare_has_slots_gives_the_references_result(farm: Farm) -> None:
-    # The spare has half of 12 MiB, which is three chunks. With Adafactor shards have whole tensors, which are
-    # updated in one step.
+    # The spare has half of 12 MiB, which is seven chunks. It has four slots for the chunks of each replica.
+    # With Adafactor shards have whole tensors, which are updated in one step.
     for optimizer in (OPTIMIZERS["sgd"], functools.partial(torch.optim.Adafactor, lr=0.05)):
         results = farm.results(_train_wide, optimizer, (1,), num_ranks=3)
         losses, state = farm.results(_train_wide, optimizer, (0,), num_ranks=2)[0]

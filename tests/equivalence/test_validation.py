@@ -29,8 +29,8 @@ def sum_of(outputs: Any, targets: Any) -> tuple[float, int]:
 
 
 def held_out(training: Training, every: str | int, **options: Any) -> pipedream.Validation:
-    """Returns validation data with more minibatches than an edge holds at once. They are larger than the
-    training's, and the last one is short.
+    """Returns validation data with more minibatches than may be on their way between two stages. They are
+    larger than the training's, and the last one is short.
     """
     batches = training.case.data(5, training.dtype, short_last=True)
     doubled = [tuple(torch.cat([part, part]) for part in batch) for batch in batches]

@@ -43,7 +43,7 @@ class Injection:
     """A fault, and the step at which it happens."""
 
     folder: str
-    """The folder of notes."""
+    """The folder in which all workers note their steps, or that the fault has happened."""
     checkpoints: str
     kind: str = ""
     """One of KINDS, or "" to list the steps."""

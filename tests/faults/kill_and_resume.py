@@ -43,7 +43,7 @@ def _newest(path: Path) -> int:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Returns whether the newest checkpoint has some of its files but not all."""
+    """Returns whether some checkpoint has a part of its files but not all."""
     return any(
         not is_complete(checkpoint) and any(checkpoint.iterdir()) for checkpoint in checkpoints_in(path)
     )

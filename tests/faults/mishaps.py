@@ -80,8 +80,8 @@ def be_stopped_after(gate: str) -> None:
 
 
 def hold_the_gil() -> None:
-    """Holds the GIL in C code without a break. The process lives and its transport says so (by beats), but
-    the interpreter does not run.
+    """Holds the GIL in C code without a break. The process lives, and its transport still sends beats (signs
+    of life), but the interpreter does not run.
     """
     ctypes.PyDLL(None).sleep(3600)
 
@@ -278,7 +278,7 @@ class FailingSGD(torch.optim.SGD):
 
 
 class KillingSGD(torch.optim.SGD):
-    """Kills the local worker of this rank in its step for the third update."""
+    """Kills the local worker of this rank in its fourth step."""
 
     def __init__(self, params: Any, rank: int) -> None:
         super().__init__(params, lr=0.1)

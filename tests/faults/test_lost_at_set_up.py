@@ -204,8 +204,8 @@ def _be_stopped_when_published(model: torch.nn.Sequential, folder: str) -> tuple
 
 
 def test_a_rank_that_stops_when_the_others_connect_to_it_is_named_to_all(farm: Farm, tmp_path: Path) -> None:
-    # Rank 2's link also misses a HELLO after the same time. But that error tells less, and only the neighbour
-    # gets it.
+    # The neighbour's link also finds after the same time that rank 2 sent no HELLO. But that error tells
+    # less, and only the neighbour gets it.
     outcomes = farm.run(_be_stopped_when_published, model_with(None), str(tmp_path), num_ranks=3)
     _assert_told(outcomes, 2, "rank 2 gave no sign of life for 3 s while opening links", tmp_path)
 

@@ -175,7 +175,8 @@ def test_a_replica_that_is_stopped_in_an_exchange_ends_the_run_in_bounded_time(
 
 
 def test_a_run_that_is_suspended_as_a_whole_goes_on(farm: Farm) -> None:
-    # 2.5 s is longer than peer_timeout, in which a peer must send a frame and a pulse.
+    # 2.5 s is longer than peer_timeout, the time within which a peer must send a frame and its interpreter
+    # must run.
     model = model_with(functools.partial(suspend_all_ranks, 2.5), stages=2, stage=1, at=5)
     results = farm.results(run, model, num_ranks=2, peer_timeout=2.0)
     assert len(results[1].losses) == NUM_MINIBATCHES

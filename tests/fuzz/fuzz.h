@@ -30,7 +30,7 @@ class FuzzInput {
     return value;
   }
 
-  // num_bytes at most.
+  // Takes num_bytes, or all that is left if that is less.
   std::span<const std::byte> take_bytes(std::size_t num_bytes) {
     const auto taken = left_.first(std::min(num_bytes, left_.size()));
     left_ = left_.subspan(taken.size());

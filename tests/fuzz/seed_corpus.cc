@@ -90,8 +90,8 @@ void write_frames(const std::filesystem::path& folder) {
   write_frame(folder, "beat", header);
 }
 
-// An input is the codec's kind, its share, the dtype, the number of elements, whether to decode first, and
-// the bytes.
+// An input is the codec's kind, its share, the dtype, the number of elements (two bytes), a byte that is even
+// to decode the bytes and odd to encode them, and the bytes.
 void write_codecs(const std::filesystem::path& folder) {
   for (std::uint8_t kind = 0; kind < 5; ++kind) {
     for (std::uint8_t decodes = 0; decodes < 2; ++decodes) {

@@ -4,7 +4,8 @@
 // in the end.
 //
 // An input is the path (take the byte modulo 4) and then steps. A step sends an item or the end, collects
-// released items, or lets a frame arrive: a CREDIT of the next slot, which the input may change.
+// released items, or lets a frame arrive: at first a HELLO, then a CREDIT of the next slot. The input may
+// change the frame.
 #include <array>
 #include <memory>
 #include <optional>

@@ -1,5 +1,5 @@
 """Tests the order of folders in Python and C++. A folder imports only itself and folders before it in the
-list, and planning imports no torch. CONTRIBUTING.md explains the order.
+list, and `common`, `planning` and `simulate` import no torch. CONTRIBUTING.md explains the order.
 """
 
 from __future__ import annotations

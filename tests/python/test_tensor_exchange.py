@@ -140,7 +140,8 @@ def test_what_is_not_one_piece_of_memory_has_no_fingerprint() -> None:
 
 
 def test_an_empty_tensor_is_one_piece_of_memory_in_any_order_of_its_dimensions() -> None:
-    # Such a tensor goes upstream for one with permuted strides that got no gradient.
+    # An empty tensor goes upstream in place of a gradient that does not exist, also for a tensor with
+    # permuted strides.
     assert TENSORS.fingerprint([torch.zeros(0, 2, 3).transpose(1, 2)]) is not None
     assert TENSORS.fingerprint([torch.zeros(2, 0, 3).permute(2, 0, 1)]) is not None
 

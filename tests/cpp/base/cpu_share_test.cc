@@ -26,7 +26,7 @@ void allow(const std::vector<int>& cpus) {
   ASSERT_EQ(::sched_setaffinity(0, sizeof(allowed), &allowed), 0);
 }
 
-// Another thread's affinity stays as it is.
+// Restores this thread's affinity after each test.
 class CpuShareTest : public testing::Test {
  protected:
   void TearDown() override { allow(before_); }

@@ -58,7 +58,7 @@ TEST(HeldCredits, WaitForEachOtherWhileTheSenderHasHalfOfThem) {
     credits.add(slot);
     EXPECT_FALSE(credits.are_due()) << slot;
   }
-  // This chunk does not complete an item; complete items alone make credits due.
+  // Now the sender has 3 slots left, fewer than half of them.
   credits.note_filled(4, /*was_last=*/false);
   EXPECT_TRUE(credits.are_due());
   EXPECT_EQ(slots_of(told(credits).front()), (std::vector<std::uint16_t>{0, 1, 2, 3}));

@@ -19,7 +19,8 @@ constexpr std::byte kUntouched{0x5A};
 
 std::vector<std::byte> copy_of(std::span<const std::byte> bytes) { return {bytes.begin(), bytes.end()}; }
 
-// A channel whose receiver has no slots but posts places in its memory, as for weight versions.
+// A channel whose slots have no memory. The receiver posts places in its own memory instead, as for weight
+// versions.
 class PostedChannels : public ChannelPair,
                        public testing::WithParamInterface<std::tuple<std::string, DataPath>> {
  protected:

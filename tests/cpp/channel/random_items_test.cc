@@ -29,7 +29,8 @@ class RandomItems : public ChannelPair,
 
   [[nodiscard]] std::size_t random_below(std::size_t bound) { return random_() % bound; }
 
-  // Returns the specs of num_tensors tensors of any dtype. Most are small, and one in eight has several MiB.
+  // Returns the specs of num_tensors tensors of any dtype. Most have less than 24 KB. One in eight may have
+  // up to 2.4 MB.
   ItemSpec random_spec(std::size_t num_tensors) {
     std::vector<TensorSpec> tensors;
     for (std::size_t tensor = 0; tensor < num_tensors; ++tensor) {

@@ -583,7 +583,7 @@ TEST(CodecDeathTest, TopKWithoutAResidualIsOurBug) {
 template <class T>
 class CodecOfHalf : public testing::Test {
  protected:
-  // Half of the last bit of 1.0.
+  // Half of the last bit of a number just below 1.
   static constexpr double kHalfOfLastBit = std::is_same_v<T, BFloat16> ? 0x1p-9 : 0x1p-12;
   static constexpr double kSmallest = std::is_same_v<T, BFloat16> ? 0x1p-133 : 0x1p-24;
   std::mt19937_64 generator_{20191027};

@@ -34,8 +34,8 @@ constexpr std::size_t kSizes[] = {0, 1, 2, 3, 255, 256, 257, 1000, kNumMany};
 #else
 constexpr bool kTakesLong = false;
 constexpr std::size_t kNumMany = 70'001;
-// topk divides the tensor into parts, one per block of threads. With the last size most parts have two rows
-// of a block, and some parts are empty.
+// topk divides the tensor into parts, one per block of threads. With the last size half of the parts have two
+// rows of a block, and the others are empty.
 constexpr std::size_t kSizes[] = {0, 1, 2, 3, 255, 256, 257, 1000, kNumMany, 263'001};
 #endif
 const char* const kCodecNames[] = {"none", "bf16", "fp16", "int8", "topk:0.01", "topk:0.3", "topk:1"};

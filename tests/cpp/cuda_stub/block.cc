@@ -72,7 +72,7 @@ class Block {
     }
   }
 
-  // Called by the running thread.
+  // The running CUDA thread calls it.
   void wait_for_block() {
     ++num_at_block_;
     if (num_at_block_ == num_threads_) {

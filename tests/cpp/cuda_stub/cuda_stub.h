@@ -7,8 +7,9 @@
 //                run, can access it. A copy from or to host memory that is not registered is synchronous
 //   errors       a call can be made to fail. After an error of the context every call fails, and enqueued
 //                work is dropped
-//   aborts       the process ends, with the call's name, if a host function calls the runtime, if memory is
-//                freed while a stream uses it, if a copy goes beyond an allocation, and for an unknown handle
+//   aborts       the process ends, with the reason, if a host function calls the runtime, if memory is freed
+//                while a stream uses it, if a copy goes beyond an allocation, if a thread of a block returns
+//                while others wait for it at a barrier, and for an unknown handle or address
 //
 // The delays come from the seed $PIPEDREAM_CUDA_STUB_SEED, or from one that an abort prints. The runtime does
 // not imitate torch's tensors, timing, a device's memory model, or nvcc's arithmetic.

@@ -318,7 +318,7 @@ TEST_F(CudaStub, StreamsForCopiesAreTwoOfAUseHoweverManyAreAskedFor) {
   EXPECT_EQ(num_streams() - num_before, 2 * kNumCopyUses);
   // Each direction of the pipeline has a stream.
   EXPECT_NE(streams[0]->native_handle(), streams[3]->native_handle());
-  streams[0].reset();  // The other streams of the same order still work.
+  streams[0].reset();  // the other streams that share its CUDA stream still work
   for (std::size_t index = 1; index < streams.size(); ++index) streams[index]->synchronize();
   EXPECT_EQ(num_called, 30);
   device.reset();

@@ -1,4 +1,4 @@
-// Tests that every element has one owner, and that shards are equal.
+// Tests that every element has one owner, and how large the shards are.
 #include "param_server/dealing.h"
 
 #include <gtest/gtest.h>

@@ -281,7 +281,7 @@ TEST_F(PushedRound, WhoHasPushedTakesTheOthersVersionBeforeItsOwnUpdate) {
   EXPECT_EQ(static_cast<void*>(posted[1].data()), first().weights(1, 1, 1));
   first().begin_update(0);
   ASSERT_TRUE(Owner::done(first().exchange().begin_version(SlotIndex(1), kAtOnce)));
-  EXPECT_EQ(posted.size(), 2U);  // once
+  EXPECT_EQ(posted.size(), 2U);  // the place of each of the two chunks was posted once
 }
 
 TEST_F(PushedRound, WhoHasNotPushedTakesTheOthersVersionWithItsOwnUpdate) {

@@ -73,9 +73,9 @@ TEST(LimitedPartition, ReplicasHaveWhatTheyExchangeInMemory) {
 }
 
 TEST(LimitedPartition, WhatCrossesHasSlotsAndGradientsAndDataAreWithTheirReaders) {
-  // The first stage has two minibatches of data and four items of its output. The second has one minibatch of
-  // data, four items of its input, and saved tensors. Each has two items as temporaries of a backward, which
-  // are larger than the temporaries of a step.
+  // Besides its weights the first stage has the saved tensors and the data of two minibatches, and four items
+  // of its output. The second has the saved tensors and the data of one minibatch, and four items of its
+  // input. Each has two items as temporaries of a backward, which are larger than the temporaries of a step.
   std::vector<LayerCost> layers = equal_layers(2);
   layers[0].activation_bytes = 7;
   PlanLimits limits;

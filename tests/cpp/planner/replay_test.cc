@@ -113,8 +113,8 @@ TEST(Replay, an_item_waits_for_its_link_and_not_for_the_latency_of_the_one_befor
   const std::vector<StageDurations> stages(2, make_stage(1, 2));
   EXPECT_DOUBLE_EQ(steady_ms(make_options("model_parallel", {1, 1}), 4, Timing{stages, {{0.5, 0.75, 0.125}}}),
                    6 + 0.5 + 0.75 + 2 * 0.125);
-  // Two microbatches arrive one behind the other. Then come the last forward, both backwards, and the last
-  // gradient upstream.
+  // Two microbatches arrive one behind the other. Then come the last forward, both backwards, the last
+  // gradient's way upstream, and its backward there.
   EXPECT_DOUBLE_EQ(steady_ms(make_options("gpipe", {1, 1}, 2), 4, Timing{stages, {{4, 0, 1}}}),
                    1 + (4 + 4 + 1) + 1 + 2 * 2 + 1 + 2);
 }

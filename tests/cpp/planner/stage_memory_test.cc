@@ -23,7 +23,7 @@ std::vector<double> memory_of_two(std::int64_t first_replicas, std::int64_t last
                         costs);
 }
 
-constexpr double kDropped = 2 * 10;  // by a backward
+constexpr double kDropped = 2 * 10;  // the temporaries of a backward: two items of 10 bytes
 
 // Returns the memory of each stage of a straight plan, with three microbatches in flight at the first stage.
 // Each stage has 60 bytes of parameters. A minibatch has 40 bytes at the boundary, 80 saved bytes, and 16

@@ -131,8 +131,9 @@ std::string name_of(const ScheduleOptions& options) {
   return name + (options.ties.empty() ? "" : ", tied") + (options.uses_allreduce ? ", allreduce" : "");
 }
 
-// Returns one evaluation at every boundary between minibatches. Every second one has 7 validation
-// minibatches, more than an edge holds; the others have none.
+// Returns an evaluation before every group of minibatches, and one with 4 validation minibatches at the end.
+// Of those before groups every second one has 7, more than may be on their way between two stages; the others
+// have none.
 std::vector<Evaluated> everywhere(const ScheduleOptions& options, std::int64_t num_minibatches) {
   std::vector<Evaluated> evaluated;
   const std::int64_t group = minibatches_between_drains(options);

@@ -29,7 +29,7 @@ const std::vector<std::pair<Counts, Counts>> kSparePlans = {
     {{3, 2}, {1, 1}}, {{2, 3}, {0, 3}}, {{2, 1, 1}, {2, 0, 0}}, {{1, 3, 2}, {0, 1, 2}},
 };
 
-// Every schedule that a plan allows.
+// Returns the options of every schedule that a plan with these replicas and spares allows.
 std::vector<ScheduleOptions> all_with_spares(const Counts& num_replicas, const Counts& num_spares,
                                              std::int64_t num_microbatches) {
   std::vector<ScheduleOptions> all;

@@ -261,7 +261,7 @@ class Place {
   // Null for the host's memory.
   [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }
 
-  // Waits for what was enqueued.
+  // Copies bytes to host memory, after all work that was enqueued before.
   void read(void* to, const std::byte* data, std::size_t num_bytes) const {
     if (!device_) {
       if (num_bytes > 0) std::memcpy(to, data, num_bytes);
@@ -370,7 +370,7 @@ class PipelineWorker {
     try {
       while ((started_ || open()) && work_once()) {
       }
-    } catch (const DeviceError& error) {  // Python reports errors of the user's code in this way
+    } catch (const DeviceError& error) {  // ends this worker, as an error of user code does in Python
       const std::string where = started_ ? worker_->engine().position() + ": " : "";
       report_.failure = Failure{FailureKind::kDeviceError, where + error.what()};
     }
@@ -394,7 +394,7 @@ class PipelineWorker {
   }
 
  private:
-  // On CUDA the workers use the first two devices alternately, if there are two.
+  // On the tests' CUDA the workers use two devices alternately. On a GPU all use device 0.
   [[nodiscard]] std::shared_ptr<Device> make_device(bool on_cuda) const {
     if (!on_cuda) return std::make_shared<HostileDevice>();
 #if defined(PD_CUDA_STUB)

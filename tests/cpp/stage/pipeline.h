@@ -37,7 +37,7 @@ struct StageChannelNames {
 };
 [[nodiscard]] std::vector<StageChannelNames> parts_of(const ScheduleOptions& schedule, Rank worker);
 
-// What Worker::start takes.
+// Returns the names of the channels at a rank, with their edges, as Worker::start takes them.
 [[nodiscard]] std::vector<EdgeChannelName> channels_at(const ScheduleOptions& schedule, Rank rank);
 
 // Adds the channels of the worker's stages in both directions. They have exactly as many slots as the

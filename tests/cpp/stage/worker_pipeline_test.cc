@@ -127,7 +127,7 @@ TEST_P(Transports, WorkersWithSeveralStagesGetTheEndOnEveryChannel) {
 
 // ---- One host ----
 
-// The parameter chooses between items of a few bytes and items of some ten thousand bytes.
+// The parameter is whether tensors go through staging buffers.
 class OneHost : public testing::TestWithParam<bool> {
  protected:
   void SetUp() override {

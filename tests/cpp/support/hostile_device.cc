@@ -348,13 +348,13 @@ class HostileQueue {
 
   HostileDevice& device_;
   std::size_t stream_ = 0;
-  std::mt19937_64 random_;  // the thread's
+  std::mt19937_64 random_;  // used by the thread alone
   std::condition_variable wake_;
   RingBuffer<Operation> operations_{kStreamDepth};  // operations that are not done, with the one that runs
   Seen seen_{};                                     // the operations that the next operation comes after
   std::uint64_t num_enqueued_ = 0;
   std::uint64_t num_done_ = 0;
-  bool copies_ = false;  // now
+  bool copies_ = false;  // whether a copy runs now
   bool is_closing_ = false;
   std::thread thread_;
 };
@@ -576,7 +576,7 @@ std::unique_ptr<Event> HostileDevice::make_event() {
   return std::make_unique<HostileEvent>(*this);
 }
 
-// Returns the same stream for the same handle.
+// Streams of the same handle share one queue.
 std::unique_ptr<Stream> HostileDevice::wrap_stream(std::uintptr_t native_handle) {
   std::unique_ptr<HostileQueue>& queue = wrapped_[native_handle];
   if (!queue) queue = std::make_unique<HostileQueue>(*this, seed_ * 1000 + 999 - native_handle);

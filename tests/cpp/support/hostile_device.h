@@ -5,9 +5,9 @@
 //               of all streams run one after the other
 //   memory      a host thread that touches device memory gets SIGSEGV. Only the streams' threads have a
 //               second mapping. While a copy runs, the bytes that it writes are poison (0xFF)
-//   order       these are violations, whatever the delays: an operation is enqueued while another one, which
-//               it is not ordered after, still reads or writes the same bytes; memory is freed before its
-//               operations are done; a host function calls the device
+//   order       these are violations, whatever the delays: a copy is enqueued while another copy, which it is
+//               not ordered after, still uses the same bytes, and one of the two writes them; memory is freed
+//               before its copies are done; a host function calls the device or destroys an event
 //   errors      any call can be made to fail. After an error of the context every call fails, enqueued work
 //               is dropped, and no host function runs any more
 //
@@ -41,7 +41,7 @@ class HostileDevice final : public Device {
   std::string why_not_exported;
   std::string why_not_imported;
   std::string why_no_memory;  // thrown as a UserError
-  // Import_memory() maps another memory, as a driver that reuses numbers might.
+  // Makes import_memory() map another memory, as a driver that reuses numbers might.
   bool maps_another_memory = false;
 
   // Chooses the call that fails: the call of this name after num_calls_before others. "" counts calls of any
@@ -71,7 +71,7 @@ class HostileDevice final : public Device {
 
   [[nodiscard]] int num_exported() const { return num_exported_; }  // exported and not yet freed
   [[nodiscard]] int num_imported() const { return num_imported_; }
-  // Registered so far, with those given back.
+  // How often host memory was registered so far.
   [[nodiscard]] int num_registered() const { return num_registered_; }
 
   [[nodiscard]] DeviceType type() const override { return DeviceType::kCuda; }
@@ -104,7 +104,7 @@ class HostileDevice final : public Device {
   [[noreturn]] void throw_failed(const char* call, const std::string& why) const;
 
   const std::uint64_t seed_;
-  std::uint64_t num_streams_ = 0;  // ever
+  std::uint64_t num_streams_ = 0;  // all that were ever made
   std::uint64_t num_calls_ = 0;
   std::optional<Fault> fault_;
   bool is_ending_ = false;            // no further copy begins

@@ -18,8 +18,8 @@
 namespace pipedream {
 namespace {
 
-// At the deadline of a wait the transport thread would deliver a lost frame, and hide the loss. So deadlines
-// are later than the end of the test's patience.
+// When a peer timeout is due, the transport thread would deliver a lost frame, and hide the loss. So the
+// timeout is longer than the test's patience.
 constexpr double kNoDeadlineS = 1e4;
 
 Deadline in_patience() { return Clock::now() + kPatience; }

@@ -47,7 +47,7 @@ class CountingEnd final : public LinkHandler {
   void on_closed(Link& /*link*/) override {}
 
   [[nodiscard]] bool is_open() const { return link_.load() != nullptr; }
-  // One of its senders' threads.
+  // Runs on the thread that drives the transport.
   void send(bool has_payload) {
     static const std::vector<std::byte> payload = patterned_bytes(100, 1);
     OutgoingFrame frame = credit_frame(num_sent_);

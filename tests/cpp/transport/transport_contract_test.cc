@@ -682,7 +682,8 @@ TEST_P(TransportContract, PeerThatNeverPulsesIsLost) {
   EXPECT_NE(both.find("no sign of life for 2 s (0 work items done)"), std::string::npos) << both;
 }
 
-// On a slow link beats wait behind frames that were sent before them. In this test no beat comes at all.
+// On a slow link beats wait behind frames that were sent before them. In this test the connector sends no
+// beat at all.
 TEST_P(TransportContract, PeerLivesAsLongAsFramesComeAndIsLostWhenNoneDo) {
   make_transports_with_beats(2, /*connector_beats=*/false);
   open_link();

@@ -236,8 +236,8 @@ TEST_F(ZmqTransport, PeerThatNeitherReadsNorBeatsIsLost) {
   EXPECT_TRUE(sent_.wait(32));
 }
 
-// Beats say that the peer is alive, but here they wait behind the payload. For twice the peer timeout no
-// frame is complete, and only bytes of one arrive.
+// Beats say that the peer is alive, but here they wait behind the payload. For about as long as the peer
+// timeout no frame is complete, and only bytes of one arrive.
 TEST_F(ZmqTransport, PeerOnASlowLineLivesWhileBytesOfAFrameCome) {
   constexpr std::size_t kPayloadBytes = std::size_t{256} << 10;
   options_ = options_with_beats();

@@ -25,8 +25,8 @@
 namespace pipedream {
 namespace {
 
-// More tensors than fit in a launch. Their sizes are about those of a pack and of a block, and one tensor in
-// seven is misaligned.
+// More tensors than fit in a launch. Some sizes are about those of a pack (the elements that a thread loads
+// at once) and of a block of threads. One tensor in seven is misaligned.
 constexpr std::size_t kNumTensors = 51;
 // The arrays of a tensor are: weights in, weights out and gradient, which have the tensor's element type;
 // then two moments, the maximum of the second, and the master.
@@ -52,7 +52,7 @@ class CudaOptimizers : public testing::Test {
     if (!cuda_available()) GTEST_SKIP() << "no CUDA device, and no stand-in for one";
     device_ = make_cuda_device(0);
     stream_ = device_->make_stream();
-    std::size_t first = 0;  // leaves a gap behind each tensor, which nothing may write
+    std::size_t first = 0;  // nothing may write the elements between tensors
     for (std::size_t tensor = 0; tensor < kNumTensors; ++tensor) {
       firsts_.push_back(first + (tensor % 7 == 3 ? 1 : 0));
       first += (num_elements_of(tensor) + 1 + 15) / 16 * 16;

@@ -469,7 +469,7 @@ TEST(Fingerprint, EverySingleBitCounts) {
 
 TEST(Fingerprint, EveryBitOfTheInputReachesHalfOfTheOutput) {
   std::mt19937_64 random(2);
-  std::string text(200, '\0');  // its length is three stripes and a tail
+  std::string text(200, '\0');  // three stripes of 64 bytes, and 8 bytes more
   double num_changed = 0;
   constexpr int kRounds = 2000;
   for (int round = 0; round < kRounds; ++round) {
@@ -501,8 +501,9 @@ TEST(Fingerprint, OrderLengthAndSeedCount) {
   EXPECT_EQ(fingerprint(bytes_of(text)), original);
 }
 
-// The fingerprint must depend on the order of the stripes. Otherwise two samples of a minibatch could change
-// places unnoticed, because the sum of each lane's words stays the same.
+// A stripe has one word for each of eight lanes. The fingerprint must depend on the order of the stripes.
+// Otherwise two samples of a minibatch could change places unnoticed, because the sum of each lane's words
+// stays the same.
 TEST(Fingerprint, OrderOfStripesCounts) {
   for (const std::uint64_t label : {1u, 2u, 1000u}) {
     std::vector<std::uint64_t> labels(64, 0);

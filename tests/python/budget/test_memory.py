@@ -314,7 +314,7 @@ def test_tied_parameters_state_and_the_model_have_terms_of_their_own() -> None:
     tied = {0: _KIB, 1: _KIB}
     stage = StageBytes(3 * _KIB, tied, state_slot=_KIB, num_states=2, torch_state=2 * _KIB)
     terms = _kib(_memory(rank=3, stages={3: stage}, model_bytes=50 * _KIB))
-    assert terms[TIED_VERSIONS] == 4 * 2  # n_0 versions at every stage
+    assert terms[TIED_VERSIONS] == 4 * 2  # every stage has as many versions as stage 0 keeps: 4
     assert terms[OPTIMIZER_STATE] == terms[TORCH_OPTIMIZER_STATE] == 2
     assert terms[MODEL] == 50
 
@@ -368,7 +368,8 @@ def test_a_recompute_keeps_outputs_until_they_are_sent_and_has_one_stash_at_a_ti
     memory = _memory(rank=1).with_recompute([False, True, False, False])
     outputs = _waiting(memory, "activation", 1, 2) + 1
     gradients = _waiting(memory, "gradient", 1, 0)
-    # More gradients than three in flight and one that waits.
+    # The gradients that can wait here are larger than the random states of three microbatches in flight and
+    # one gradient.
     assert gradients * 10 > 3 * _GENERATORS / _KIB + 10
     terms = _kib(memory)
     assert terms[STASH] == outputs * 20 + (gradients + 1) * 10

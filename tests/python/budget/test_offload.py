@@ -436,7 +436,8 @@ def _chosen(
     return chosen.schedule.recompute[0], done.names()
 
 
-# In all, 60 MiB of weights, 120 MiB of stashes and 6 MiB of inputs.
+# Stage 0 has six microbatches in flight. So this is 60 MiB of weights, 120 MiB of stashes and 6 MiB of
+# inputs.
 _LARGE = {"weight_mib": 10, "stash_mib": 20, "offloadable_mib": 18, "input_mib": 1}
 
 

@@ -33,7 +33,7 @@ def test_every_version_is_read_back_in_the_order_of_weight_stashing() -> None:
     num_versions = 6
     trace = _Trace(num_versions)
     trace.write(0, 0.0)
-    for minibatch in range(20):  # K is the number of slots: version v lies in slot v mod K.
+    for minibatch in range(20):  # version v lies in home v % num_versions
         newest, oldest = minibatch, max(0, minibatch - num_versions + 1)
         assert trace.read(newest % num_versions) == newest
         assert trace.read(oldest % num_versions) == oldest

@@ -51,7 +51,7 @@ def test_a_loader_is_looked_at_without_its_processes(num_workers: int) -> None:
 
 
 class _Counted:
-    """Each epoch has other data."""
+    """Data that are different in each epoch."""
 
     def __init__(self) -> None:
         self.epoch = 0

@@ -33,7 +33,7 @@ pytestmark = [
 
 _Test = TypeVar("_Test", bound=Callable[..., None])
 _SHOWN: list[str] = []
-"""Arguments whose effect a test of its own shows."""
+"""Arguments whose effect is shown by a test of their own."""
 
 
 def shows(*names: str) -> Callable[[_Test], _Test]:
@@ -218,7 +218,7 @@ def test_the_parts_of_a_trainer_are_made_by_the_arguments(tmp_path: Path) -> Non
     assert trainer_run.loss_form(trainer).label_names == ("other",)
     shown = [type(each).__name__ for each in trainer.callback_handler.callbacks]
     assert "ProgressCallback" in shown and "PrinterCallback" not in shown
-    # The sampler that groups by lengths.
+    # A PipelineTrainer uses the Trainer's sampler, which can group samples by their lengths.
     assert PipelineTrainer._get_train_sampler is transformers.Trainer._get_train_sampler
 
 

@@ -38,7 +38,7 @@ _CALLED_BY_SCRIPTS = {
     *("lr_schedulers", "optimizers", "manual_backward", "toggle_optimizer", "untoggle_optimizer"),
     *("toggled_optimizer", "to_onnx", "to_tensorrt", "to_torchscript"),
 }
-"""Methods that a module calls, not Lightning."""
+"""Methods that the code of users calls, and Lightning does not."""
 
 _HONOURED_HOOKS = {
     *("configure_callbacks", "configure_model", "configure_optimizers", "configure_sharded_model", "forward"),

@@ -1,5 +1,5 @@
-"""Parts of a fit read the data, draw from the generators and keep buffers as Lightning does. Changes that a
-hook makes after the workers have made their steps are refused.
+"""Tests that a fit reads the data, draws from the generators and keeps buffers as Lightning does. Changes
+that a hook makes after the workers have made their steps are refused.
 """
 
 from __future__ import annotations

@@ -153,7 +153,8 @@ def test_what_a_callback_does_with_old_weights_is_refused(
 
 
 def test_a_loss_under_autocast_is_computed_in_float32() -> None:
-    """accelerate widens what a model returns, and Trainers compute their loss outside the region."""
+    """accelerate widens what a model returns, and Trainers compute their loss outside the region of
+    autocast."""
     seen: list[Any] = []
 
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:

@@ -31,7 +31,8 @@ def _steps(form: LossForm, *, num_steps: int = 7, pieces: int = 1) -> Steps:
 
 
 def _values(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Returns numbers that stand for the losses of a batch's items."""
+    """Returns numbers that stand for the losses of a batch's items. An item is a label that is not
+    ignored."""
     chosen: torch.Tensor = batch["input_ids"][batch["labels"] != -100].double()
     return chosen
 

@@ -100,6 +100,6 @@ def test_bfloat16_parameters_keep_the_class_of_the_whole_optimizer() -> None:
     model = _model().to(torch.bfloat16)
     whole = torch.optim.AdamW(model.parameters(), lr=0.1)
     assert type(StageOptimizers(whole, model)(model.named_parameters())) is torch.optim.AdamW
-    model[0].float()  # an adapter of a frozen model has no masters in either
+    model[0].float()  # float32 parameters, such as a frozen model's adapter, need no masters
     whole = torch.optim.AdamW(model[0].parameters(), lr=0.1)
     assert type(StageOptimizers(whole, model)(model.named_parameters())) is optim.AdamW

@@ -1,5 +1,6 @@
-"""Tests options that exclude each other. Each row of the table is refused everywhere, and no other
-pair is.
+"""Tests options that exclude each other. Each row of the table in csrc/schedule/exclusions.cc is refused
+everywhere, and no other pair is. A row has two traits. A trait is an option or a property of a job, by the
+name that the table gives it.
 """
 
 from __future__ import annotations

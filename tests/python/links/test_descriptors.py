@@ -19,7 +19,7 @@ _LIMIT = resource.RLIMIT_NOFILE
 
 @pytest.fixture
 def soft_limit() -> Iterator[int]:
-    """Below the hard one, meanwhile."""
+    """Sets the soft limit below the hard one during a test, and yields it."""
     soft, hard = resource.getrlimit(_LIMIT)
     low = min(hard, 1024) - 1
     resource.setrlimit(_LIMIT, (low, hard))

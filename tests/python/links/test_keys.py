@@ -1,4 +1,4 @@
-"""CURVE keys and their files."""
+"""Tests keys.py: CURVE keys and their files."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _train(module: nn.Module, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One minibatch; its outputs."""
+    """Trains on the microbatches of one minibatch, and returns their outputs."""
     statistics = MinibatchStatistics(module)
     outputs = []
     for piece in pieces:

@@ -321,7 +321,7 @@ def _everything(model: nn.Module) -> dict[str, Any]:
 
 
 class _Messy(nn.Module):
-    """Touches everything a forward can touch."""
+    """Changes buffers, its mode and its input in its forward, and draws from generators."""
 
     def __init__(self) -> None:
         super().__init__()

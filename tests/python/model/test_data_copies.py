@@ -1,4 +1,4 @@
-"""Tests loader_generators.py: the generators that a DataLoader was given."""
+"""Tests the functions of data_copies.py for the generators that a DataLoader was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests data_sizes.py: finds tensors whose length depends on the contents of other tensors."""
+"""Tests that trace.py finds tensors whose length depends on the contents of other tensors."""
 
 from __future__ import annotations
 

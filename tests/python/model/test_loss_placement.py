@@ -1,5 +1,6 @@
-"""Tests loss_placement.py: the tensors of a loss move to the device of the outputs, and the caller's object
-stays unchanged. The device "meta" stands in for a GPU, because its tensors are not in host memory either."""
+"""Tests loss_on() of loss_state.py: the tensors of a loss move to the device of the outputs, and the caller's
+object stays unchanged. The device "meta" stands in for a GPU, because its tensors are not in host memory
+either."""
 
 from __future__ import annotations
 

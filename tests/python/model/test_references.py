@@ -53,7 +53,7 @@ _KEEPERS = {
 
 
 def _place(model: nn.Module, tensor: Tensor) -> Place:
-    """Besides the module's own table."""
+    """Returns the place that holds the tensor besides the layer's own table of parameters."""
     (place,) = [p for p in places_of([("0", model)]) if p.tensor is tensor and p.path != "0.lin.weight"]
     return place
 

@@ -261,7 +261,8 @@ def test_the_rule_is_by_bytes_of_both_directions() -> None:
     assert not are_smaller(40, 50, 2, pushed_bytes=25)  # the encoded gradient has half of its bytes
     layers = _profile([(8, 0, 100, [(50, 24), (50, 26)], 0)]).layers
     assert factored_sum(layers, 1) == (0, 0, 0, 0)
-    # Half of a backward of 6 ms, because the weights are half of the parameters.
+    # The backward takes 6 ms. Half of it makes gradients of weights, and these weights are half of the
+    # parameters.
     assert factored_sum(layers, 2) == (2, 100, 50, 1.5)
     assert factored_sum(layers, 4) == (1, 50, 24, 0.75)
     assert factored_sum(layers, 2, minibatches=2) == (1, 50, 48, 0.75)

@@ -23,7 +23,7 @@ def _half_of_the_time(plan: Plan) -> float:
 
 def test_replicas_share_what_is_on_its_way() -> None:
     """A link takes as long as two minibatches. So with replicas 2-1, stage 1 has one microbatch and the link
-    has two. The two replicas of stage 0 share these three.
+    has two. The two replicas of stage 0 share these three, so each has up to two of them, and one of its own.
     """
     found = with_links_hidden(_plan(2, 1, boundary_ms=20.0), _half_of_the_time)
     assert found.in_flight == (1 + 2, 1)

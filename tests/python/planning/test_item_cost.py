@@ -37,7 +37,7 @@ def test_sums_and_products_are_those_of_the_items(
     for of in (ItemCost.first, ItemCost.later):
         if m > 1 or of is ItemCost.first:
             measured = sorted({1, *one, *other})
-            if m in measured:  # between measured numbers the sum's line is not below those of the items
+            if m in measured:  # costs add up only where one of them was measured, and not in between
                 assert of(first.plus(second), m) == pytest.approx(of(first, m) + of(second, m), abs=1e-9)
             assert of(first.scaled(0.25), m) == pytest.approx(of(first, m) / 4, abs=1e-9)
 

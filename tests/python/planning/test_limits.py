@@ -253,7 +253,8 @@ def test_what_codecs_keep_of_what_crosses_is_in_the_memory(device: str | None) -
     without = needed(None)
     both = [a - b for a, b in zip(needed("bf16"), without, strict=True)]
     gradients = [a - b for a, b in zip(needed({"gradients": "bf16"}), without, strict=True)]
-    if device is None:  # on a device each channel encodes one item at a time, in extra memory
+    # counts as a GPU, where each end of a channel encodes one item at a time in extra memory
+    if device is None:
         assert both == pytest.approx([1.0, 1.0])
         assert gradients == pytest.approx([0.5, 0.5])
     else:
@@ -376,7 +377,7 @@ def test_2bw_is_planned_with_other_replicas_at_every_stage() -> None:
 def test_a_schedules_own_versions_are_in_the_memory(schedule: str, versions: tuple[int, ...]) -> None:
     profile = _profile([(10, 0, 1000, 0)] * 3)
     asked: dict[str, Any] = {"schedule": schedule, "boundaries": [0, 1]}
-    # With the model as given, gradients, momentum and a step's temporary tensors.
+    # The 4 counts the model as given, gradients, momentum and a step's temporary tensors.
     needed = (max(versions) + 4) * 1000
     plan = partition(profile, 3, 1e9, memory=needed, **asked)
     assert plan.predicted["stage_memory_bytes"] == [(kept + 4) * 1000 for kept in versions]
@@ -424,7 +425,8 @@ def test_how_replicas_agree_is_in_the_memory() -> None:
     # asp adds a separate version of the shard, a copy of it for the other replica, and the temporary tensors
     # of a second step.
     assert needed["asp"] == needed["bsp"] + 1000 + 2 * 1000
-    # Gradients of two rounds, and the whole optimizer state.
+    # The terms with allreduce are: a version, the model and the gradients of two rounds; the whole optimizer
+    # state; a step's temporary tensors.
     assert needed["allreduce"] == 4000 + 2 * 1000 + 2 * 1000
     # Either replica may own the only tensor. So copies, slots for pushes, slots for pulls, state and mean
     # have its whole size.

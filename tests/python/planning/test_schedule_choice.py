@@ -197,7 +197,7 @@ def test_a_stages_mean_delay_is_that_of_its_forwards(schedule: str, replicas: tu
             size = _core.rounds_of(options, stage).minibatches_per_round
             places = [
                 (minibatch, q) for minibatch in range(120, 144) for q in range(m)
-            ]  # whole rounds of all
+            ]  # whole rounds at every stage
             read = [_core.forward_version(options, stage, *place) for place in places]
             assert mean == pytest.approx(fmean(i // size - v for (i, _), v in zip(places, read, strict=True)))
 

@@ -1,4 +1,5 @@
-"""Tests shapes: the largest sizes of a minibatch's entries, by name."""
+"""Tests shapes: the largest sizes of a minibatch's entries, by name. Each kind of minibatch has shapes of its
+own, for which memory is planned."""
 
 from __future__ import annotations
 

@@ -414,7 +414,7 @@ def test_replicas_that_are_out_of_phase_wait_for_each_other_unless_more_is_in_fl
     num_replicas: tuple[int, ...], slowdown: float
 ) -> None:
     bsp = simulate_replicas(num_replicas)
-    # Not exact, because its period is not that of a round.
+    # Not exact, because the times repeat after another number of minibatches than a round has.
     assert bsp.ms_per_minibatch == pytest.approx(3 * slowdown, rel=2e-3)
     plan = Plan.replicated(len(num_replicas), num_replicas)
     in_phase = in_flight_in_phase(plan.in_flight, plan.stages)

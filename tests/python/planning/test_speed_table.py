@@ -14,7 +14,7 @@ SHARED_PROFILES = Path(__file__).resolve().parents[4] / "shared" / "profiles"
 
 
 def _profile(model: str | None, parameter_bytes: int = 0) -> Profile:
-    """Four equal layers of 10 ms."""
+    """Returns a profile of four equal layers of 10 ms."""
     layers = [LayerProfile(f"layer{i}", 4.0, 6.0, 0, parameter_bytes) for i in range(4)]
     return Profile(tuple(layers), model=model)
 

@@ -1,5 +1,5 @@
-"""Tests how the spread of items' times is measured, and how factors of time are drawn from decks. Items that
-follow each other are measured together.
+"""Tests how the spread of items' times is measured, and how a simulation draws from it. A spread has a deck
+of 20 factors for each kind of item. A factor is an item's time divided by the mean of its neighbours in time.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from twins import CHANGING, TWINS, cross_entropy
 
 
 class Record:
-    """Counts a layer's forwards. It is outside the model, because the profiler restores all attributes of the
-    model.
+    """Records the sizes and the gradients that a layer gets. It is outside the model, because the profiler
+    restores all attributes of the model.
     """
 
     def __init__(self) -> None:

@@ -300,8 +300,8 @@ def test_schedules_that_drain_equal_plain_gradient_accumulation(row: Row) -> Non
 _UNDELAYED_AT_ONE_STAGE = [name for name in (*DELAYED, "naive", *DRAINING) if name != "2bw"]
 
 
-# With one stage all these schedules do the same. So each schedule is tested with two models only, and each
-# model with one or two schedules.
+# With one stage all these schedules do the same. So each schedule is tested with a few models only, and each
+# model with two schedules.
 @pytest.mark.parametrize(
     ("case_name", "schedule"),
     [

@@ -196,7 +196,8 @@ def test_a_tied_weight_follows_the_recursion_worked_out_by_hand(
     replicas: tuple[int, int], staleness: int
 ) -> None:
     # The loss is (w w x_i - y_i)^2. Both stages use w, and the first stage owns it. Both read the version
-    # that is n_0 - 1 rounds late at the owner. A round has r_0 minibatches. A staleness adds to the delay.
+    # that is n_0 - 1 rounds late at the owner. Its r_0 replicas have n_0 minibatches in flight each, and a
+    # round has r_0 minibatches. A staleness adds to the delay.
     rate, num_minibatches = 0.05, 11
     samples = [(math.sin(i + 1.0), math.cos(3.0 * i)) for i in range(num_minibatches)]
     weights, total, losses = [0.7], 0.0, []

@@ -19,7 +19,7 @@ class _Terminal(io.StringIO):
 
 
 class _Clock:
-    """time.monotonic, moved by hand."""
+    """Replaces time.monotonic. Tests set its time."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -43,7 +43,7 @@ def _progress(file: io.StringIO, *, enabled: bool = True, num_minibatches: int |
 
 
 def _train(shown: RunProgress, clock: _Clock, num_minibatches: int = 15) -> None:
-    """A second each, with 8 samples."""
+    """Reports minibatches of 8 samples that take a second each."""
     with shown:
         for minibatch in range(num_minibatches):
             clock.now_s += 1.0

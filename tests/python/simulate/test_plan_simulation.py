@@ -288,7 +288,8 @@ def test_how_replicas_agree_says_what_they_wait_for(tmp_path: Path) -> None:
     times = {sync: of_sync.ms_per_minibatch for sync, of_sync in simulated.items()}
     assert times == dict.fromkeys(times, pytest.approx(4.0))
     peaks = {sync: simulated[sync].to_dict()["workers"][0]["memory_peak_bytes"] for sync in ("bsp", "asp")}
-    # Half of the parameters apart, and a copy for the other replica.
+    # asp keeps a separate version of the replica's half of the parameters, and a copy of it for the other
+    # replica.
     assert peaks["asp"] == peaks["bsp"] + 5000
     with pytest.raises(ValueError, match="sync is 'asp', and replicas push factors"):
         simulate_plan(path, profile, schedule="data_parallel", sync="asp", factors=True)

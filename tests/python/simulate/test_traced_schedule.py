@@ -1,5 +1,5 @@
-"""Tests lists of instructions as text, which call spares by this name. A spare owns a shard of a stage and
-computes no minibatches.
+"""Tests lists of instructions as text, in which spares are called "spare". A spare owns a shard of a stage
+and computes no minibatches.
 """
 
 from __future__ import annotations

@@ -324,7 +324,8 @@ def test_a_model_that_has_no_room_in_float64_is_checked_in_its_own() -> None:
 def test_float64_is_for_gpus_that_are_made_for_it(
     capability: tuple[int, int], is_wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other GPUs take up to 64 times as long in float64."""
+    """Other GPUs take up to 64 times as long in float64 as in float32, so they check a model in its own
+    dtype."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
     assert fits_in_float64([("", nn.Linear(WIDTH, WIDTH))], torch.device("cuda")) == is_wide

@@ -245,8 +245,8 @@ class _Keeps(nn.Module):
 
 
 def test_a_view_of_a_parameter_that_was_made_once_is_refused() -> None:
-    # A view of a weight, kept elsewhere, would show the initial weights for ever. In a worker process so
-    # would a copy of it.
+    # A view of a weight, kept elsewhere, would show the initial weights for ever. A copy of it in a worker
+    # process would do so, too.
     for view in (lambda weight: weight.t(), lambda weight: [weight.detach()[0]], lambda weight: weight.data):
         layer = _Keeps(None)
         layer.kept = view(layer.lin.weight)

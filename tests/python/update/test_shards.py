@@ -76,7 +76,8 @@ def test_what_is_shared_is_in_no_chunk_and_updated_by_all(
         for piece in chunk.pieces:
             dealt[piece.parameter] += piece.count
             assert piece.parameter not in shared
-            # A chunk has the byte order of the slot, because a replica that pulls the chunk copies its bytes.
+            # The pieces of a chunk lie as in the slot, because a replica that pulls the chunk copies its
+            # bytes.
             is_tied = num_tied > 0 and piece.parameter == 4
             assert chunk.is_tied == is_tied
             begin = offsets[piece.parameter] + 4 * piece.first - (tied_begin if is_tied else 0)

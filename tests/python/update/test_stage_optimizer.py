@@ -90,7 +90,7 @@ def test_the_state_of_native_optimizers_is_placed_and_counted_once(factory: Any,
     named = stage.trainable_parameters()
     optimizer = StageOptimizer(factory, named)
     assert optimizer.num_placed_states == num_states
-    # 0xFF, as in a pool that fills free memory with it.
+    # A pool may have filled the memory with 0xFF, which floats read as NaN.
     slots = [slot.fill_(0xFF) for slot in slots_for(named, num_states)]
     optimizer.place_state(slots)
     versions = versions_of(stage, 1)

@@ -1,4 +1,4 @@
-"""run() warns before anything starts."""
+"""Tests cautions.py: warnings that run() gives before anything starts."""
 
 from __future__ import annotations
 

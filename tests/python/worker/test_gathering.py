@@ -1,4 +1,5 @@
-"""Tests gathering.py, which joins one worker's reports on several segments of a run."""
+"""Tests gathering.py, which joins one worker's reports on several segments of a run. A segment is the part of
+a run that is trained with one memory plan."""
 
 from __future__ import annotations
 

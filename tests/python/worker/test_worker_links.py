@@ -10,7 +10,8 @@ from pipedream.worker.worker_links import WorkerLinks
 
 
 class Noting:
-    """Records its calls in a list that all objects of this class share. Some of the calls raise an error."""
+    """Records its calls in the given list, which objects may share. The call with the name `fails` raises an
+    error."""
 
     def __init__(self, calls: list[str], fails: str = "") -> None:
         self._calls = calls
