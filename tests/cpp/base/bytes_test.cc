@@ -1,4 +1,4 @@
-// Tests that sizes are formatted in binary units, with two digits.
+// Tests that sizes are formatted in binary units, with two digits after the point.
 #include "base/bytes.h"
 
 #include <gtest/gtest.h>

@@ -1,6 +1,7 @@
-// Tests the rules that only the data path kDevicePlaced (data_paths.h) has, where the sender writes into the
-// receiver's device memory. The receiver grants a slot to the sender only when the slot's readers are done,
-// because nothing else would hold the sender back. No bytes are sent over the wire, and no bytes are staged.
+// Tests the rules that only the data paths kDevicePlaced and kCudaPlaced (data_paths.h) have, where the
+// sender writes into the receiver's device memory. The receiver grants a slot to the sender only when the
+// slot's readers are done, because nothing else would hold the sender back. No bytes of tensors are sent over
+// the wire, and none are staged.
 #include <gtest/gtest.h>
 
 #include <latch>

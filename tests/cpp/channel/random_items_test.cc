@@ -42,8 +42,9 @@ class RandomItems : public ChannelPair,
     }
     return ItemSpec(tensors);
   }
-  // A random shape within the spec. The last dimension has all elements, or half of them if their number is
-  // even; then the first dimension is 2. All other dimensions are 1.
+  // Returns a random shape within the spec. If there are several dimensions and an even number of elements,
+  // the first dimension is 2 and the last has half of the elements. Otherwise the last has all of them. All
+  // other dimensions are 1.
   std::vector<std::int64_t> random_shape(const TensorSpec& tensor) {
     std::vector<std::int64_t> shape(tensor.num_dims, 1);
     if (shape.empty()) return shape;

@@ -459,7 +459,7 @@ class BrokenSender : public Channels {
     make_bare_sender();
   }
 
-  // The correct header of the next frame, with the whole first tensor of minibatch 1.
+  // Returns the correct header of a frame with the whole first tensor of the minibatch.
   static FrameHeader good_header(std::int64_t minibatch = 1) {
     FrameHeader header;
     header.kind = FrameKind::kTensor;
@@ -905,8 +905,8 @@ INSTANTIATE_TEST_SUITE_P(Transports, DeviceStaged,
                          parameter_name);
 INSTANTIATE_TEST_SUITE_P(Transports, StagedChannels, testing::Combine(kTransports, kStagedPaths),
                          parameter_name);
-// BrokenSender leaves out the path kDevicePlaced, on which no bytes come over the wire. device_placed_test.cc
-// tests that path.
+// BrokenSender leaves out the paths on devices. On kDevicePlaced no bytes of tensors come over the wire;
+// device_placed_test.cc tests that path.
 INSTANTIATE_TEST_SUITE_P(Transports, BrokenSender, testing::Combine(kTransports, kDataPaths), parameter_name);
 
 }  // namespace

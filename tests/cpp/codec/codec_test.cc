@@ -136,7 +136,7 @@ class CodecOf : public testing::Test {
     for (T& value : values) value = distribution(generator_);
     return values;
   }
-  // Returns values with every exponent that the element type has.
+  // Returns finite values of random bits, so their exponents are spread over all that the element type has.
   std::vector<T> values_of_all_magnitudes(std::size_t num_elements) {
     using Bits = typename FloatLayout<T>::Bits;
     std::vector<T> values(num_elements);

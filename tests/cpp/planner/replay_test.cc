@@ -137,12 +137,12 @@ TEST(Replay, who_waits_wakes_for_its_next_item_of_each_kind) {
   for (StageDurations& stage : stages) {
     stage.wakings = {{0.25, 0.5, 0}};
   }
-  // Each forward and each backward begins after a wait of 3 ms.
+  // Between two forwards, and between two backwards, each worker waits for more than 3 ms.
   const ScheduleOptions in_turn = make_options("model_parallel", {1, 1});
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, std::nullopt, {2.0}}), 6 + 2 * 0.25 + 2 * 0.5);
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, SharedCores{2, {1, 1}}, {2.0}}),
                    6 + 2 * 0.25 + 2 * 0.5);
-  // This cost applies only after a wait of more than 3 ms.
+  // This extra time applies in full after waits of 3 ms or more.
   for (StageDurations& stage : stages) stage.wakings.push_back({1, 0, 0});
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, std::nullopt, {2.0, 3.0}}),
                    6 + 2 * 1.25 + 2 * 0.5);

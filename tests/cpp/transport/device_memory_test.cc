@@ -1,7 +1,7 @@
 // Tests device memory that two processes map, on the hostile device (support/hostile_device.h), and on CUDA
 // if there is a device. One process reads what the other writes. Memory that does not match the address is
-// refused. The maker frees the memory last. An offer says whether sharing works. The other process is a fork
-// of the test that executes the test again.
+// refused. The maker frees the memory last. An offer says whether sharing works. The other process executes
+// this test program again, with one of its tests.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>

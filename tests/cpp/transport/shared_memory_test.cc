@@ -1,6 +1,6 @@
 // Tests memory that two processes map. One process reads what the other writes, memory that does not match
-// its address is refused, and nothing is left behind. The other process is a fork of the test that executes
-// the test again, with one test and an address.
+// its address is refused, and nothing is left behind. The other process executes this test program again,
+// with one of its tests and an address.
 #include "transport/shared_memory.h"
 
 #include <dlfcn.h>

@@ -78,7 +78,8 @@ def _model(kind: str) -> Any:
 
 
 def _samples(kind: str, count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Returns texts of 3 to 11 tokens. In the longer ones the labels of the first two tokens are ignored."""
+    """Returns images, or texts of 3 to 11 tokens. If each token has a label, the first two labels of a longer
+    text are ignored."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "images":
         images = torch.randn(count, 1, 8, 8, generator=generator)
