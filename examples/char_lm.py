@@ -7,9 +7,9 @@
 
 If the third command is killed and started again, it continues from its newest checkpoint.
 
-The planner chooses the schedule unless you give one. A plan depends on measured times and may differ from run
-to run. So the script keeps the first plan in the output folder and uses it again. The same seed, plan,
-schedule and microbatches give the same losses.
+The planner chooses the schedule, unless you give a schedule or a plan. A plan depends on measured times and
+may differ from run to run. So the script keeps the first plan in the output folder and uses it again. The
+same seed, plan, schedule and microbatches give the same losses.
 """
 
 from __future__ import annotations

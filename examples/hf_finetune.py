@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 examples/hf_finetune.py
 
 If the third command is stopped or killed and started again, it continues with the same plan. The planner
-chooses the schedule unless you give one.
+chooses the schedule, unless you give a schedule or a plan.
 
 Nothing is downloaded. The model is made from a configuration, or --pretrained FOLDER uses weights that you
 have. The text is that of this repository, and a token is a byte. Batches are dicts of input_ids,

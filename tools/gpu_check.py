@@ -5,8 +5,8 @@
     core       builds with CUDA; runs the C++ tests of device, weights, codec, transport, pool, channel and
                stage, and their CUDA cases again under compute-sanitizer memcheck
     training   compares every pair of options with the reference, with two and four workers on one GPU; tests
-               the transports (CUDA IPC, and staging through shared memory and through tcp) and the errors for
-               a user's mistakes on a device
+               the transports (CUDA IPC, and staging through shared memory and through tcp), codecs,
+               optimizers' kernels, offloading, and the errors for a user's mistakes on a device
     speed      compares transfers between devices through a channel with plain CUDA copies, and a worker with
                a plain loop; records the timelines of copies and kernels
     models     compares two workers with a plain loop on a Llama-like model in bfloat16; runs two examples on
@@ -15,9 +15,9 @@
 Without GROUP all groups run, one after the other. Each group can run alone on a bare machine, and ends within
 --limit seconds (540). A step for which no time is left is reported as not run.
 
-The machine must have Python 3.10 with torch (CUDA), pybind11, cmake, ninja or make, pytest, hypothesis; nvcc;
-and GoogleTest for the C++ tests. Other wheels that it lacks (pyzmq, typer, rich, safetensors, scikit-learn,
-matplotlib) are taken from the folder .whl.
+The machine must have Python 3.10 or later with torch (CUDA), pybind11, cmake, ninja or make, pytest,
+hypothesis; nvcc; and GoogleTest for the C++ tests. Other wheels that it lacks (pyzmq, typer, rich,
+safetensors, scikit-learn, matplotlib) are taken from the folder .whl.
 
 Each group writes two files into FOLDER (bench/results/gpu). <group>.log has all output. <group>.json has the
 device, the commit, every step's outcome, and the figures that steps printed as JSON. The group speed also

@@ -3,7 +3,7 @@
 # GoogleTest, a virtual environment, Python packages and pipedream. It skips what is installed already, so a second
 # call is quick. As root, or with sudo, it installs missing system packages. Otherwise it names them.
 #
-#   PIPEDREAM_PYTHON  the Python to use (3.10 or later); default: python3, else the newest python3.x
+#   PIPEDREAM_PYTHON  the Python to use (3.10 or later); default: .venv's, else python3, else the newest python3.x
 #   PIPEDREAM_TORCH   pip's arguments for torch; default "torch==2.13.0". They may have options, such as
 #                     "torch==2.13.0 --index-url URL". On a GPU machine use any torch >= 2.6 that fits the driver.
 #   PIPEDREAM_CUDA    auto (default), on, off: whether the core is built with CUDA

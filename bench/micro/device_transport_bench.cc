@@ -304,8 +304,8 @@ std::vector<Contender> contenders(const Settings& settings, std::size_t num_byte
   return all;
 }
 
-// Chooses the number of messages of one measurement so that it takes `seconds`. It has at least four windows
-// of messages in flight.
+// Chooses the number of messages of one measurement so that it takes `seconds`. They are at least four times
+// as many as may be in flight at once.
 void choose_num_messages(Contender& contender, double seconds) {
   const std::int64_t num_messages = 2 * kNumInFlightMax;
   double taken = seconds_of(*contender.way, num_messages);

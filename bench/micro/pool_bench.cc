@@ -51,8 +51,8 @@ struct Trace {
 };
 
 // Makes the list of leases and releases of a 1F1B schedule. A forward leases slots for the input and the
-// labels, which the backward releases, and a staging buffer for the output, which is sent while the next item
-// runs. A backward leases a slot for the gradient, and a staging buffer.
+// labels, which the backward releases, and a staging buffer for the output, which is sent while the next
+// forward or backward runs. A backward leases a slot for the gradient, and a staging buffer.
 class TraceMaker {
  public:
   Trace make() {

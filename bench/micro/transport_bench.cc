@@ -6,7 +6,7 @@
 //
 // All ways put the bytes into eight buffers of the receiver in turn. Each round runs all ways, beginning with
 // another one each time, so that a change of the machine's speed affects all. Ratios are medians over the
-// rounds. For the smallest size the latency of single messages is measured, too: from the sender's call until
+// rounds. For sizes up to 4 KiB the latency of single messages is measured, too: from the sender's call until
 // the receiver's thread has the message.
 //
 // With --*-netns sender and receiver are in two network namespaces (bench/system/transport.py makes them),
@@ -116,7 +116,7 @@ class Arrivals {
   std::int64_t last_ns_ = 0;
 };
 
-// Page-aligned bytes, touched.
+// Page-aligned memory whose pages have all been written once.
 class Buffer {
  public:
   explicit Buffer(std::size_t num_bytes)
@@ -541,8 +541,8 @@ std::vector<Contender> contenders(const Settings& settings, std::size_t num_byte
   return all;
 }
 
-// Chooses the number of messages of one measurement so that it takes `seconds`. It has at least four windows
-// of messages in flight.
+// Chooses the number of messages of one measurement so that it takes `seconds`. They are at least four times
+// as many as may be in flight at once.
 void choose_num_messages(Contender& contender, double seconds) {
   std::int64_t num_messages = 2 * kNumInFlightMax;
   double taken = time_messages(*contender.way, num_messages);

@@ -141,7 +141,7 @@ CASES = {
 
 
 class _Steady:
-    """Measures milliseconds per minibatch, without the first tenth."""
+    """Measures milliseconds per minibatch, without the first tenth of the minibatches, but at least three."""
 
     def __init__(self, num_minibatches: int) -> None:
         self._first = max(3, num_minibatches // 10)

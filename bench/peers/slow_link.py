@@ -88,7 +88,8 @@ def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The times and samples of a side's measured part, at rank 0. All are 0 at other ranks."""
+    """The times and samples of a side's measured part. Only those of rank 0 are used, because
+    pipedream_side() has none at other ranks."""
 
     began_ns: int = 0
     ended_ns: int = 0

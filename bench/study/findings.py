@@ -35,7 +35,8 @@ class Finding:
     """The trial at the rate with the least mean held-out loss."""
     best: Outcome
     is_best_at_edge: bool
-    """The best rate is the lowest or highest that was tried, so a rate beyond it may be better."""
+    """Whether the best rate is the lowest or the highest that was tried. If so, a rate beyond it may be
+    better."""
     by_rate: dict[float, Outcome]
 
     @property
@@ -44,7 +45,7 @@ class Finding:
 
     def minibatches_to(self, loss: float) -> float:
         """Returns the number of minibatches until the smooth training loss is at most `loss`: the fewest over
-        all rates at which no run failed.
+        all rates at which no run failed, or infinity if no rate reaches the loss.
         """
         task = make_task(self.trial.task)
         sound = [outcome for outcome in self.by_rate.values() if outcome.num_failed(task) == 0]
@@ -83,7 +84,8 @@ def find(results: Results, task_name: str, optimizer: str, setting: Setting) -> 
 
 
 def find_long(results: Results, optimizer: str, setting: Setting) -> Finding | None:
-    """Returns the longer run of the task "characters", at the rate that was best in the shorter runs."""
+    """Returns the outcome of the longer runs of the task "characters", at the rate that was best in the
+    shorter runs. Returns None if the results lack one of the two."""
     found = find(results, "characters", optimizer, setting)
     if found is None:
         return None

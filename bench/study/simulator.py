@@ -6,7 +6,7 @@ together; batch norm still sees each microbatch by itself. The pipeline is strai
 so stage s of S has S - s microbatches in flight.
 
     a minibatch   1. forward, stage by stage; each group of microbatches reads its own weight version
-                  2. for the schedule unstashed: overwrites the versions that were read by the newest one
+                  2. for the schedule unstashed: overwrites the versions that were read with the newest
                   3. backward of all stages; the gradients of all versions are added
                   4. one update of all stages
 

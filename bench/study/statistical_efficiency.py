@@ -6,9 +6,9 @@ docs/statistical_efficiency.md.
     python bench/study/statistical_efficiency.py --report         # only tables and figures
 
 All runs are in one process, and read the weight versions that they would read in a pipeline. Nothing is
-timed; time_to_loss.py does that. First the command compares its simulator with pipedream.reference. If a
-sweep was interrupted, the next call continues it from its log. Delete the log (--log) after a change of the
-tasks.
+timed; time_to_loss.py does that. Before it trains, the command compares its simulator with
+pipedream.reference. If a sweep was interrupted, the next call continues it from its log. Delete the log
+(--log) after a change of the tasks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ KEPT = _ROOT / "bench" / "results" / "statistical_efficiency.json"
 
 
 def check() -> None:
-    """Checks that the simulator gives the losses and weights of pipedream.reference, for every setting. Each
-    setting is checked with one of the optimizers."""
+    """Checks that the simulator gives the losses and weights of pipedream.reference, for the settings of 8
+    and 4 stages and those of the task "digits". Each setting is checked with one of the optimizers."""
     cases = [("characters", setting) for setting in settings(8) + settings(4)]
     cases += [("digits", setting) for setting in digits_settings()]
     for index, (name, setting) in enumerate(cases):

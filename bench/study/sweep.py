@@ -223,7 +223,7 @@ class Sweep:
             self._make([dataclasses.replace(best, setting=setting)])
 
     def long(self, optimizer: str, setting: Setting) -> None:
-        """Trains for TIMES_AS_LONG as many minibatches, at the best rate."""
+        """Trains on TIMES_AS_LONG times as many minibatches, at the best rate."""
         best = self.rates("characters", optimizer, setting)
         self._make([dataclasses.replace(best, num_minibatches=TIMES_AS_LONG * best.num_minibatches)])
 

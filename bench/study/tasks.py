@@ -21,7 +21,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 class Task(abc.ABC):
-    """A model of eight layers with its data."""
+    """A small model with its data."""
 
     name: str
     chance: float
@@ -55,7 +55,7 @@ class Digits(Task):
     _BATCH_SIZE = 48
 
     def __init__(self) -> None:
-        from sklearn.datasets import load_digits  # imported here, because the other task does not need it
+        from sklearn.datasets import load_digits  # imported here, because the other tasks do not need it
 
         digits = load_digits()
         self._images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -65,7 +65,7 @@ class Digits(Task):
         self._held_out, self._train = order[: len(order) // 5], order[len(order) // 5 :]
 
     def make_model(self, seed: int) -> nn.Sequential:
-        """Images (batch, 1, 8, 8) to scores (batch, 10)."""
+        """Makes a model that maps images (batch, 1, 8, 8) to scores (batch, 10)."""
         torch.manual_seed(seed)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         channels = 1
@@ -111,7 +111,7 @@ class Characters(Task):
     def __init__(self) -> None:
         text = _source_text(self._TEXT_LENGTH)
         self._train = text[: -self._HELD_OUT_LENGTH].unfold(0, self._CONTEXT + 1, 1)
-        # Windows that do not overlap.
+        # These windows share no targets.
         self._held_out = text[-self._HELD_OUT_LENGTH :].unfold(0, self._CONTEXT + 1, self._CONTEXT)
 
     def make_model(self, seed: int) -> nn.Sequential:

@@ -226,12 +226,13 @@ class Combined:
 
     @property
     def target(self) -> float | None:
-        """Returns the training loss to reach: that of plain training after half of its longer run."""
+        """Returns the training loss to reach: that of plain training after half of its longer run. Returns
+        None if the study has no such run."""
         return None if self._plain is None else findings.target_loss(self._plain, 1 / 2)
 
     @property
     def minibatches(self) -> float | None:
-        """Returns the number of minibatches until the target is reached."""
+        """Returns the number of minibatches until the target is reached; None if the study lacks a run."""
         if self._found is None or self.target is None:
             return None
         return self._found.minibatches_to(self.target)

@@ -3,7 +3,7 @@
     sudo .venv/bin/python bench/system/codecs.py [--bandwidth 50Mbit/s] [--seeds 2] [--minibatches 300]
 
 A small character model learns Python's own source, in two stages on two hosts that a shaped link joins
-(links.py). It is trained once with each codec, from the same seeds, in turn. Two figures judge a codec: the
+(links.py). It is trained once for each seed and codec, in turn. Two figures judge a codec: the
 loss on held-out text, and the time to a goal. The goal is the training loss, smoothed over 20 minibatches,
 that the run without a codec has after two thirds of its minibatches. The plan keeps four minibatches in
 flight at the first stage, so that only the link's rate limits the run.

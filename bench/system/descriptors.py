@@ -55,7 +55,7 @@ def links_of_a_star(num_workers: int) -> list[RunChannel]:
 
 
 def hold_ends(channels: list[RunChannel], at_rank_0: bool, other: Connection) -> int:
-    """Opens one side's ends of all channels. Returns the file descriptors that they take in this process."""
+    """Opens one side's ends of all channels. Returns how many file descriptors they take in this process."""
     core = _core.Worker(**LinkOptions(peer_timeout_s=120.0).core_arguments(), run_id=RUN_ID, plan_hash=1)
     core.pulse()
     before = len(os.listdir("/proc/self/fd"))

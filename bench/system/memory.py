@@ -2,9 +2,11 @@
 
     python bench/system/memory.py [--only TEXT] [--terms] [--json FILE] [--slow-gradients BANDWIDTH]
 
-Prints three numbers of bytes for each worker: the memory that partition() has planned for its stage, the
-memory that the run predicts, and the measured peak. The core's terms (weights, slots, staging) are listed
-apart from torch's (activations, gradients, temporary tensors of a step). --terms prints every term.
+Compares three figures of each worker: the memory that partition() has planned for its stage, the memory that
+the run predicts, and the measured peak. Prints the prediction in bytes, by how many percent the planned
+memory is above it, and by how many percent it is above the peak. The core's terms (weights, slots, staging)
+are listed apart from torch's (activations, gradients, temporary tensors of a step). --terms prints every
+term.
 
 With --slow-gradients each worker is a host of its own (a network namespace, which needs root), and the hosts
 of the last stage send at the given bandwidth. So as many tensors wait for these links as the schedule allows.

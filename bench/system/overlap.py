@@ -100,8 +100,8 @@ def figures(result: Any) -> dict[str, Any]:
 
 
 def compute_ms(repeats: int) -> float:
-    """Returns the milliseconds that one block takes for a forward and a backward on one core, while both
-    stages compute at the same time, as in the run."""
+    """Returns the milliseconds that one block takes for a forward and a backward on one core. Unlike in the
+    run, no other stage computes at the same time."""
     torch.set_num_threads(1)
     block, inputs = Block(repeats), torch.randn(BATCH, WIDTH, requires_grad=True)
     times = []

@@ -2,8 +2,8 @@
 
     python bench/system/planning.py [--rounds 3] [--json FILE]
 
-Profiles are random, but the same in each run. Prints the CPU seconds of these computations, each the least of
-the rounds:
+Profiles are random, but the same in each run. Prints the CPU seconds of these computations. The first two are
+the least of the rounds; the others are computed once:
 
     solve           pipedream.partition with the paper's cost model
     by factors      the search of `solve`, for replicas that push factors of a sixteenth of every weight's

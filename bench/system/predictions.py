@@ -2,9 +2,9 @@
 
     python bench/system/predictions.py [--rounds 1] [--seconds 4] [--tries 3] [--links] [--own-runs]
 
-Each model is profiled and calibrated (pipedream.calibrate) once, with as many workers as its combinations
-have. Then the calibrated cost model predicts each combination before it is run. A prediction assumes a core
-for each worker, so combinations with more workers than this machine has cores are left out. Prints per
+Each model is profiled and calibrated (pipedream.calibrate) once, with as many workers as the largest of its
+combinations. Then the calibrated cost model predicts each combination before it is run. A prediction assumes
+a core for each worker, so combinations with more workers than this machine has cores are left out. Prints per
 combination:
 
     predicted, measured   milliseconds per minibatch
@@ -14,8 +14,9 @@ combination:
     others                the share of the cores' time that other processes took; with shaped links the other
                           ranks count, too
 
-A run that other processes disturbed is repeated, at most --tries times, and the least disturbed run counts.
-Use a quiet machine, because nobody can predict what other processes take of the cores.
+If other processes disturb a run, it is made again, up to --tries times in all, and the least disturbed run
+counts. Runs over shaped links are made once. Use a quiet machine, because nobody can predict what other
+processes take of the cores.
 
     --rounds     calibrates and runs everything in each round, and takes the median of each combination's
                  figures; also prints by how much runs of one combination differ between rounds
@@ -181,7 +182,8 @@ def schedule_of(plan: Plan, combination: Combination) -> _core.ScheduleOptions:
 
 
 def half_times_ms(result: pipedream.RunResult) -> tuple[float, float]:
-    """Returns milliseconds per minibatch in the first and in the second half of a run's updates."""
+    """Returns milliseconds per minibatch in the first and in the second half of a run's updates. The updates
+    of the warm-up do not count."""
     updates = [span for span in result.spans[-1] if span.kind == "UPDATE"]
     steady = updates[int(len(updates) * WARM_UP_SHARE) :]
     ends = steady[0], steady[len(steady) // 2], steady[-1]

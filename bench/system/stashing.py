@@ -2,7 +2,7 @@
 
     python bench/system/stashing.py [--rounds 7] [--minibatches 150] [--json]
 
-The schedule `pipedream` keeps n_s weight versions at stage s and writes each into a slot of its own. The
+The schedule `pipedream` keeps several weight versions at a stage and writes each into a slot of its own. The
 schedule `naive` keeps one version and updates it in place. Model, plan and order of work are the same, so the
 ratio of the times is the cost of stashing. Each round runs both schedules in turn, so that a change of the
 machine's speed affects both. The target is a ratio of at most 1.02.

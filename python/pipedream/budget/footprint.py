@@ -69,8 +69,8 @@ class Footprint:
     """Whether a recompute gives the same output as the forward; True if this was not tested."""
 
     def or_as(self, other: Footprint) -> Footprint:
-        """Returns a footprint that is large enough for the minibatches of `self` and for those of `other`. It
-        has the larger one of each figure."""
+        """Returns a footprint that is large enough for the minibatches of `self` and for those of
+        `other`."""
         rows = (*self.factor_rows.items(), *other.factor_rows.items())
         offloadable_bytes = max(self.offloadable_bytes, other.offloadable_bytes)
         stays_bytes = max(kind.stash_bytes - kind.offloadable_bytes for kind in (self, other))

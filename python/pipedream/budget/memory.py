@@ -1,8 +1,8 @@
 """Predicts a worker's memory before the first minibatch, as a sum of named terms (docs/inside-memory.md).
 
 The pool is the memory that the core allocates once for a worker; its terms are exact. Torch allocates all
-other memory; a rehearsal predicts those terms. If a worker would exceed a given limit, choose_savings() turns
-recompute and offloading on. Pure; any thread.
+other memory; a rehearsal predicts most of those terms. If a worker would exceed a given limit,
+choose_savings() turns recompute and offloading on. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -408,8 +408,9 @@ def choose_savings(
 
     There are three savings, in this order: recompute (unless `recompute` is given), offloaded weight
     versions, offloaded activations. Each is turned on stage by stage until the worker fits, first at the
-    stage where it saves most. Other workers need not know of these savings. Raises ValueError, which lists
-    the terms, if the worker does not fit even with all savings.
+    stage where it saves most. At the end recompute is turned off again where offloading has saved enough.
+    Other workers need not know of these savings. Raises ValueError, which lists the terms, if the worker does
+    not fit even with all savings.
     """
     memory = memory.with_recompute(recompute or (False,) * memory.plan.num_stages)
     if limit_bytes is None:

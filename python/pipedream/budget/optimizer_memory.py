@@ -61,7 +61,7 @@ _LATE_STEP = 10_000
 def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str) -> int:
     """Returns the most bytes that a torch optimizer allocates and frees in a step. To find out, it makes
     steps on "meta" parameters, which have the real shapes but no memory. All parameters take part if a step
-    processes all at once (foreach), otherwise only some."""
+    processes all at once (foreach, MasterWeights), otherwise only some."""
     if optimizer is None:
         return 0
     probe, _ = _probe_of(optimizer, _meta_like)

@@ -1,4 +1,4 @@
-"""Rehearses the training: each worker runs its own stages once, on its own device, on the first microbatch of
+"""Rehearses the training: each worker runs its own stages, on its own device, on the first microbatch of
 minibatch 0. The rehearsal shows which values cross the cuts (Boundary), and how much memory the stages need
 in addition to the pool (Footprint).
 
@@ -16,8 +16,8 @@ in addition to the pool (Footprint).
 
 A layer that fails raises PipelineError, which names stage and rank. A value that cannot cross a cut raises
 ValueError, which names the stage and the place in the value. A failure of the last stage, the loss or a
-backward raises nothing here. Minibatch 0 will fail in the same way and name the place. The worker's compute
-thread owns all objects.
+backward raises nothing here, except an error of the device. Minibatch 0 will fail in the same way and name
+the place. The worker's compute thread owns all objects.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Rehearsal:
     """Stages where one more forward and backward finds the weights whose gradients are products of
     factors."""
     for_recompute: Collection[int] = ()
-    """Stages where two more forwards find out whether the stage may recompute."""
+    """Stages where more forwards find out whether the stage may recompute."""
     boundaries: dict[int, Boundary] = field(default_factory=dict, init=False)
     """Boundaries by the stage upstream of the cut."""
     footprints: dict[int, Footprint] = field(default_factory=dict, init=False)

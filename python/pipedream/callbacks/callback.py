@@ -105,7 +105,7 @@ class MinibatchReport:
 
     @property
     def loss(self) -> float:
-        """Returns the mean loss per sample."""
+        """Returns the mean loss per sample; NaN without samples."""
         num_samples = sum(self.samples)
         if num_samples == 0:
             return math.nan

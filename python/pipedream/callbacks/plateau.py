@@ -80,7 +80,8 @@ class ReduceLROnPlateau(_Watch):
     `patience` epochs in a row. All stages change their rates at the same minibatch.
 
     metric, min_delta, mode: as for EarlyStopping. max_reductions: the most times that it changes the rates;
-    None has no limit. Raises ValueError for a factor that is not between 0 and 1."""
+    None has no limit. Raises ValueError for a factor that is not between 0 and 1, another mode or a negative
+    patience."""
 
     def __init__(
         self,

@@ -134,7 +134,8 @@ class Steering:
         self.why_rates_are_fixed = ""
         """The reason why no callback may change the learning rates; empty if callbacks may."""
         self.norms: Sequence[float] = ()
-        """Norms of the gradients of the first stage's updates in this run, if they are measured."""
+        """Norms of the gradients of this run's updates (MinibatchReport.gradient_norms), if they are
+        measured."""
         self._origin = 0
         """The minibatch that reports count as 0."""
         self._per_update = 1

@@ -120,7 +120,7 @@ def is_pinned(checkpoint: Path) -> bool:
 
 
 def remove_old(path: Path, keep: int) -> None:
-    """Removes old checkpoints. The newest `keep` complete checkpoints, all newer ones and pinned ones
+    """Removes the checkpoints that are older than the newest `keep` complete ones. Pinned checkpoints
     stay."""
     complete = [checkpoint for checkpoint in checkpoints_in(path) if is_complete(checkpoint)]
     if len(complete) <= keep:

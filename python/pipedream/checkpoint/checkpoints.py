@@ -46,7 +46,8 @@ class Checkpoints:
     keep: the number of newest checkpoints that stay. Older ones are removed, except those that a callback has
         pinned.
     resume: True continues from the newest whole checkpoint in the folder, if there is one. The path of a
-        checkpoint continues from that checkpoint. False refuses a folder that has checkpoints.
+        checkpoint continues from that checkpoint, the path of another folder from its newest whole one. False
+        refuses a folder that has checkpoints.
     grace: seconds between SIGTERM and the end of the process, in which the run saves once more.
     """
 

@@ -203,7 +203,7 @@ def saved_names(path: str | os.PathLike[str]) -> list[str]:
 
 
 def saved_values(path: str | os.PathLike[str], names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Returns the tensors of a file that save_state() wrote. names: None returns all."""
+    """Returns the tensors of a file that write_tensors() wrote. names: None returns all."""
     values: dict[str, Tensor] = {}
     with safe_open(path, framework="pt") as opened:
         for name_there in opened.keys():  # noqa: SIM118 - it is no mapping

@@ -52,8 +52,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
     model: the model that was trained, as an nn.Module or a list of layers. The number of stages does not
     matter.
 
-    Raises ValueError if there is no whole checkpoint, or if the model has other parameters; the error names
-    the first parameter that differs, and the model is unchanged.
+    Raises ValueError if there is no whole checkpoint, if the model is on the meta device, or if it has other
+    parameters. The last error names the first parameter that differs. After an error the model is unchanged.
     """
     checkpoint, manifest, _ = find_checkpoint(Path(path))
     state = read_whole_state(checkpoint, manifest)

@@ -4,10 +4,10 @@
     writer thread                           1 write tensors   2 write the part's JSON   3 if all parts are
                                             there, write the manifest and remove old checkpoints
 
-Training stalls only while the state is copied. The memory for the copies is allocated before the first
-minibatch, and has room for one copy per stage. If the next checkpoint is due before the last one is written,
-the compute thread waits. If a checkpoint cannot be written, the writer logs a warning and the training goes
-on.
+Training stalls while the state is copied. The memory for the copies is allocated before the first minibatch,
+and has room for one copy per stage. So if the next checkpoint is due before the last one is written, the
+compute thread also waits for the writer. If a checkpoint cannot be written, the writer logs a warning and the
+training goes on.
 """
 
 from __future__ import annotations

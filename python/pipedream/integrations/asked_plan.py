@@ -39,8 +39,8 @@ class AskedPlan:
 
         plan: a Plan, the path of a plan's file, or the replicas of every stage, such as "1-1"; None lets the
         planner choose the stages. workers: the most workers that the planner may use. Under torchrun it is
-        the number of ranks. Raises ValueError for replicas with spares, and OSError for a file that cannot be
-        read.
+        the number of ranks. Raises ValueError for replicas with spares and for a file that is no plan, and
+        OSError for a file that cannot be read.
         """
         if under_torchrun():
             workers = int(os.environ["WORLD_SIZE"])
@@ -89,7 +89,8 @@ class AskedPlan:
         )
 
     def describe(self, plan: Plan) -> str:
-        """Returns the plan as text. If the plan leaves workers unused, the text says how to use more."""
+        """Returns the plan as text. If the plan leaves workers unused that could have a stage each, the text
+        says how to use them."""
         workers, used = self.num_workers or 0, plan.workers_used
         num_stages = min(workers, plan.num_layers)
         if self.replicas or used >= num_stages:

@@ -8,8 +8,8 @@
 
 Lightning's own Trainer runs its loops, callbacks, loggers and checkpoints, with the strategy that this module
 defines. When Lightning asks for a step, workers compute all steps up to the next point at which Lightning
-reads the module. The strategy then gives Lightning the logged values of one step after another. A row has the
-values of one step. Works with lightning and pytorch_lightning. docs/lightning.md has more.
+reads the module. The strategy then gives Lightning the logged values of one step after another. The values of
+one step are a row. Works with lightning and pytorch_lightning. docs/lightning.md has more.
 """
 
 from __future__ import annotations
@@ -89,20 +89,23 @@ def fit(
     module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as in Trainer.fit. ckpt_path may be a
         checkpoint of fit() or of Lightning's own Trainer, which can also continue a checkpoint of fit().
     plan: a Plan, the path of a plan's file, or the replicas of every stage, such as "1-1" for two stages.
-        None: the planner chooses the stages. In the last two cases the module is profiled and the plan is
+        None: the planner chooses the stages. For replicas and None the module is profiled and the plan is
         printed. The last stage must have one replica.
     workers: the most workers that the planner may use. Under torchrun the ranks are the workers.
     bandwidth: the bandwidth of the link between two workers, for the planner.
     schedule: "flush" trains as Lightning does. docs/schedules.md has schedules that keep every worker busy.
     microbatches: the number of pieces into which a batch is cut. None: as many as divide the batch evenly, up
-        to four per stage. But None means one piece if the module has batch norm, or if the loss of the first
-        batch is not the mean over its pieces. With accumulate_grad_batches each batch is one piece.
+        to four per stage, or per worker if the planner chooses the stages. But None means one piece if there
+        is one stage, if the module has batch norm, if training_step changes a buffer or fails with a piece,
+        or if the loss of the first batch is not the mean over its pieces. With accumulate_grad_batches each
+        batch is one piece. With schedule="auto" the planner chooses the number.
     run: further arguments of pipedream.run by name, such as {"codec": "bf16"}. A "weight_fn" is called with a
         dict whose "batch" is the piece. It returns how much the piece counts.
     trainer_arguments: arguments of Trainer. docs/lightning.md lists which arguments work, which change
         nothing, and which are refused.
 
-    Raises ValueError for arguments that a pipeline cannot honour, before a worker starts.
+    Raises ValueError for arguments that a pipeline cannot honour, before a worker starts, and TypeError for
+    unknown arguments and for a module that is no LightningModule.
     """
     library = _library_of(module)
     check_module(module, library)

@@ -30,7 +30,7 @@ HONOURED = {
     *("min_steps", "model_registry", "num_sanity_val_steps", "overfit_batches", "precision", "profiler"),
     *("reload_dataloaders_every_n_epochs", "val_check_interval"),
 }
-"""Arguments of Trainer that work as in Lightning."""
+"""Arguments of Trainer that work as in Lightning, some of them with fewer values."""
 
 MEANINGLESS = {
     "benchmark": "set torch.backends.cudnn.benchmark, which workers take over",
@@ -51,7 +51,8 @@ REFUSED = {
     "strategy": "the pipeline is the strategy: leave it out",
     "sync_batchnorm": "batch norm counts whole batches anyway: leave it out",
 }
-"""Arguments of Trainer that raise an error. Each has the remedy."""
+"""Arguments of Trainer that raise an error, unless the value is None, False or in ON_ONE_DEVICE. Each has the
+remedy."""
 
 ON_ONE_DEVICE: dict[str, tuple[Any, ...]] = {
     "devices": (1, "1", [0], "auto"),

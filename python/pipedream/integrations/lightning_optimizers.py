@@ -1,5 +1,6 @@
-"""Lets workers follow the learning rates of Lightning's schedulers. The caller computes the optimizer's
-options before each step in advance. The scheduler Rates sets them in the workers. Any thread.
+"""Lets workers follow the learning rates of Lightning's schedulers. Before a run, the process that called
+fit() computes the optimizer's options for each step of the run. In the workers the scheduler Rates sets them.
+Any thread.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ class Pipeline:
         self.result: pipedream.RunResult | None = None
         """The result of the latest run."""
         self.num_batches: int | None = None
-        """The number of batches of this epoch, once a part has ended because the loader did."""
+        """The number of batches of this epoch, if the loader or Ctrl-C has ended the latest part; otherwise
+        None."""
         self.is_interrupted = False
         """Whether Ctrl-C has asked the latest run to end."""
         self._recorder = Recorder()
@@ -413,7 +414,7 @@ class Pipeline:
             layout.is_known = True
 
     def _choose_microbatches(self, data: Batches, first: Mapping[str, Any], buffer: str | None) -> int:
-        """buffer: a buffer that training_step changes."""
+        """buffer: the name of a buffer that training_step changes; None if it changes none."""
         if data.accumulated > 1:
             return data.accumulated
         if self._run_arguments["schedule"] == "auto":
@@ -546,7 +547,8 @@ def _count_one(batch: Any) -> float:
 
 
 def _figures_of(module: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Returns figures of each parameter that change if its values do or if it is frozen or thawed."""
+    """Returns figures of each parameter. They change if the parameter is frozen or thawed, and almost always
+    if its values change."""
     found: dict[str, tuple[Any, ...]] = {}
     for name, parameter in module.named_parameters():
         values = parameter.detach()

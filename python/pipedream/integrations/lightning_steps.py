@@ -1,10 +1,11 @@
 """Wraps a LightningModule's steps as a model, a loss and data for `pipedream.run`.
 
     Steps      The module. Its forward is training_step, or validation_step in eval mode.
-    Recorder   The loss. It takes the loss from the output of Steps, and keeps a row of figures for each step.
+    Recorder   The loss. It takes the loss from the output of Steps, and keeps a row of figures for each call.
     Batches    The data: a range of a loader's batches, each with its number.
 
-A row has all values that a step logged, and the states of its metrics. At the end of a run the rows return to
+A row has all values that one call of a step logged, and the states of its metrics. If batches are cut into
+microbatches, a step is called for each microbatch. At the end of a run the rows return to
 the Recorder of the process that called fit(). That process then logs them as if it had computed the steps.
 Imports no Lightning. Runs on the workers' compute threads, and on the thread that called fit().
 """
@@ -62,7 +63,8 @@ class Layout:
 
 
 class StandInTrainer:
-    """Replaces `self.trainer` in a worker's steps. It has only the trainer's numbers."""
+    """Replaces `self.trainer` in a worker's steps. It has only global_step and some plain facts, such as
+    current_epoch."""
 
     def __init__(self, first_batch: int, first_step: int, **facts: Any) -> None:
         self._first_batch, self._first_step = first_batch, first_step
@@ -111,7 +113,8 @@ def _has_metrics_alone(module: nn.Module) -> bool:
 
 
 def reads(function: Any, position: int) -> bool:
-    """Whether a method's code reads its argument at this position. Position 0 is self."""
+    """Whether a method's code reads its argument at this position; True if the code is not Python's. Position
+    0 is self."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if not isinstance(code, types.CodeType):
         return True
@@ -130,8 +133,8 @@ def _names(value: Any) -> tuple[Any, ...]:
 class Steps(nn.Module):
     """A LightningModule whose forward is its training_step, or its validation_step in eval mode.
 
-    It uses the module's own tables of parameters, buffers and children, so that names are the module's.
-    Metrics are not among the children, because they belong to no stage. Each step starts with empty metrics.
+    It uses the module's own parameters, buffers and children, so that names are the module's. Children that
+    contain only metrics are left out, because they belong to no stage. Each step starts with empty metrics.
     """
 
     def __init__(self, module: Any, trainer: StandInTrainer) -> None:
@@ -158,8 +161,8 @@ class Steps(nn.Module):
             True: _takes(module.training_step, 2) and reads(module.training_step, 2),
             False: _takes(module.validation_step, 2) and reads(module.validation_step, 2),
         }
-        """Whether the step of training (True) or validation (False) reads its batch_idx. If so, the number
-        crosses every cut."""
+        """Whether the step of training (True) or validation (False) reads its batch_idx or self.global_step.
+        If so, the batch's number crosses every cut."""
         self.training = module.training
 
     @contextlib.contextmanager
@@ -259,7 +262,8 @@ class _Logging:
         self._layout.calls[name] = LoggedCall(options, dtype, metric)
 
     def row(self, loss: Any) -> Tensor:
-        """Returns the logged values and the metrics' states as one tensor."""
+        """Returns the loss, the logged values and the metrics' states as one tensor. Then restores what
+        __enter__() has replaced."""
         device = next((t.device for t in tensors_of(loss)), torch.device("cpu"))
         columns: list[Tensor] = [self._as_column(loss if isinstance(loss, Tensor) else 0.0, device)]
         if self._learns:
@@ -377,8 +381,8 @@ class Row:
 
     @classmethod
     def joined(cls, rows: Sequence[Row], samples: Sequence[float], layout: Layout) -> Row:
-        """Joins the rows of a batch's microbatches. Values are joined by their reduce_fx; a mean is weighted
-        by samples.
+        """Joins the rows of a batch's microbatches. Values are joined by their reduce_fx. Means, and the
+        loss, are weighted by samples.
         """
         if len(rows) == 1:
             return rows[0]
@@ -419,7 +423,7 @@ class _Rows(nn.Module):
 
 
 class Recorder(nn.Module):
-    """The loss of a run over Steps, which keeps a row for each step. Tracing and rehearsing also call it, so
+    """The loss of a run over Steps, which keeps a row for each call. Tracing and rehearsing also call it, so
     only the newest rows of a batch count. It is a module, because a run sends the state of a loss that is a
     module back to the caller.
     """

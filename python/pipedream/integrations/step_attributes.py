@@ -22,9 +22,9 @@ these itself."""
 
 @contextlib.contextmanager
 def no_attribute_changed(attributes: Mapping[str, Any], *, is_training: bool) -> Iterator[None]:
-    """Checks the step that runs in the with block. Raises ValueError if the step changes a number, or the
-    content of a list, set, dict or metric, of the module. Prints a line about other attributes that the step
-    sets. attributes: the module's attributes.
+    """Checks the step that runs in the with block. Raises ValueError if the step changes a number of the
+    module, changes the length or a number of a list, set, deque or dict, or updates a metric. Prints a line
+    about other attributes that the step sets. attributes: the module's attributes.
     """
     before = dict(attributes)
     amounts = {name: _amount(value) for name, value in before.items() if name not in _OF_MODULES}

@@ -65,7 +65,7 @@ class Loss:
                     " eval_dataset, or compute_loss_func, or eval_strategy='no' for data without labels"
                 )
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-        # The Trainer sums losses in float64.
+        # In float64, so that the scale and the sum over microbatches do not round the reported loss.
         scaled: torch.Tensor = loss.double() * targets["scale"]
         return scaled
 

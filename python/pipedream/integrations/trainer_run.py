@@ -94,7 +94,7 @@ class Training:
         self._asked: set[int] = set()
         """The steps of evaluations that callbacks have asked for and that have not been reported."""
         self._factors: dict[int, float] = {}
-        """SchedulerState.factors."""
+        """The factors of the learning rates that the pipeline got so far, by step."""
         self._step_checkpoints = StepCheckpoints(trainer, self._output_dir)
         self._validates = trainer.args.eval_strategy != "no"
         self._saves = trainer.args.save_strategy != "no"
@@ -231,7 +231,8 @@ class Training:
 
     def _microbatches_for(self, plan: Plan) -> int:
         """Returns the number of microbatches of a run with this plan. It is a multiple of the number of
-        batches in a step. If the model has batch norm, batches are not cut, and a line says so.
+        batches in a step. If the model has batch norm, batches are not cut, except with schedule="auto"; if
+        the plan would cut them, a line says so.
         """
         accumulated: int = self._trainer.args.gradient_accumulation_steps
         pieces = -(-(plan.microbatches or 1) // accumulated)
@@ -301,7 +302,8 @@ class Training:
 
     def _checkpoints(self) -> Checkpoints | None:
         """Returns the argument `checkpoints` of the run; None if the Trainer saves nothing. The Trainer
-        chooses the steps with a checkpoint, and tell() asks the run for them.
+        chooses the steps with a checkpoint, and tell() asks the run for them. The run also saves at its end,
+        because all its data are one epoch.
         """
         if not self._saves:
             return None

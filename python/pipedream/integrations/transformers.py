@@ -49,12 +49,12 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
     It has the arguments of transformers.Trainer, and these:
 
     plan: a pipedream.Plan, the path of a plan's file, or the replicas of every stage, such as "1-1" for two
-        stages. None: the planner chooses the stages. In the last two cases the model is profiled and the plan
+        stages. None: the planner chooses the stages. For replicas and None the model is profiled and the plan
         is printed.
     workers: the most workers that the planner may use. Under torchrun the ranks are the workers.
     bandwidth: the bandwidth of the link between two workers, for the planning.
-    schedule: the schedule of the run. "flush" gives the same numbers as a Trainer on one device, "auto" uses
-        the plan's schedule.
+    schedule: the schedule of the run. "flush" gives the numbers of a Trainer on one device, but for example
+        dropout draws other masks. "auto" uses the plan's schedule.
 
     A minibatch has gradient_accumulation_steps batches, each of which is a microbatch. If the plan has more
     microbatches, each batch is cut further. train() evaluates and saves without leaving the pipeline.

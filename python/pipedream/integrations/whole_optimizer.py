@@ -36,7 +36,8 @@ def options_of(optimizer: torch.optim.Optimizer) -> Options:
 class StageOptimizers:
     """Makes the optimizer of a stage when it is called. The optimizer has the class and the parameter groups
     of the whole model's optimizer; some groups may be empty. But torch's AdamW, Adam and SGD are replaced by
-    those of pipedream.optim, which give the same results.
+    those of pipedream.optim, which give the same results. They are kept with keeps_class, with tensors as
+    options, and with bfloat16 parameters.
     """
 
     def __init__(self, whole: torch.optim.Optimizer, model: nn.Module, *, keeps_class: bool = False) -> None:

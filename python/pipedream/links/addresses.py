@@ -1,7 +1,8 @@
 """Finds the address and the ports at which a worker listens. The address is loopback, or one that other
 machines reach.
 
-No function here sends a packet. All addresses are IPv4. Torch-free; any thread.
+No function here sends a packet, except to look up a host's name. All addresses are IPv4. Torch-free; any
+thread.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@
 - The caller is the process that called run(). It forwards data if the workers cannot read the data
   themselves.
 
-Every channel has a name and a channel_id, both unique in the run. Workers and the caller compute the ids
-separately and must get the same ids. The channels from the caller have the first ids, from 0 on. These ids
-are reserved even if the caller forwards no data, because not every worker knows whether it does. Plain
-values; any thread.
+Every channel has a name and a channel_id. Both are unique among the channels of the set-up, and again among
+those of the training, which open later. Workers and the caller compute the ids separately and must get the
+same ids. In the training the channels from the caller have the first ids, from 0 on. These ids are reserved
+even if the caller forwards no data, because not every worker knows whether it does. Plain values; any thread.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ _LAST_SIGN_S = 1.0
 """The most seconds that a rank with open links waits until its last sign is in the store."""
 _FAILED_KEY = "failed"
 _LINGER_S = 5.0
-"""The most seconds that the store's host waits after a failure. It waits until all ranks have read why the
-run failed."""
+"""The most seconds that the store's host waits after a failure, until no other rank needs the store
+(_needs_no_store)."""
 
 _T = TypeVar("_T")
 
@@ -214,8 +214,8 @@ class Rendezvous:
 
     def close(self) -> None:
         """Closes the rendezvous; a second call does nothing. If the run has failed, the process that hosts
-        the store first waits up to 5 s until all ranks have read why, because the store ends with this
-        process."""
+        the store first waits up to 5 s until all ranks have read why or have open links, because the store
+        ends with this process."""
         if self._hosts and self._has_failed:
             self._linger()
         self._hosts = False
@@ -296,7 +296,7 @@ class Rendezvous:
             return absent, self._read_failure(store) if absent else None
 
         # This loop polls, because the store's own wait() does not end when the run fails, a rank is lost or
-        # `meanwhile` raises. It also holds the connection, so that signs of life would have to wait.
+        # `meanwhile` raises. wait() also holds the connection, so that signs of life would have to wait.
         while True:
             missing, failure = self._ask(look)
             if not missing:

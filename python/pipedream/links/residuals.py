@@ -1,4 +1,5 @@
-"""Carries the residuals of the codec topk from one segment of a run to the next (worker/segment.py).
+"""Carries the residuals of the codec topk from one segment of a run to the next. A segment is the part of a
+run that is trained with one memory plan (worker/segment.py).
 
 topk sends only the largest elements of a tensor. The sender adds the unsent elements to the tensor's
 residual, element by element. A set of residuals has one residual per tensor of an item. A channel has one or

@@ -4,12 +4,13 @@ It keeps a full copy of every weight version that may still be read, and compute
 It shows which numbers a schedule must give, not how to get them fast. Tests compare the pipeline with it. For
 random numbers see model/seeding.py.
 
-Training a minibatch takes five steps:
+Training a minibatch takes five steps (asynchronous.py has the steps for sync="asp"):
 
     1. Copy the weight versions that the minibatch's microbatches read into leaves, one leaf per parameter and
        version.
     2. Run the forward of each microbatch through all stages, in order, and compute its loss.
-    3. Only for unstashed: overwrite the leaves with the newest version, in place.
+    3. At stages that do not stash: overwrite the leaves with the newest version, in place. The schedule
+       unstashed has such stages, and a user's own program may have some.
     4. Run the backward of each microbatch, in the same order. Gradients add up in the leaves.
     5. After the last minibatch of a round, update the model's own parameters, once per stage, with the mean
        of the round's gradients. So the model always has the newest version.

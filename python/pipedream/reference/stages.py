@@ -205,7 +205,7 @@ class ReplicaBuffers:
 
 
 class Recomputed:
-    """A microbatch's forward at a stage that is repeated with newer weights just before the backward.
+    """A microbatch's forward at a stage. The forward is repeated with newer weights just before the backward.
 
     upstream graph -> inputs -> first forward -> outputs without a graph (leaves) -> downstream graph -> loss
                             \\-> repeated forward -> outputs, which get the gradients of the leaves

@@ -113,8 +113,8 @@ def run(
 
     sync_every: if above 1, each replica updates its own copy of the stage, by its own gradients and with its
         own optimizer. After this number of rounds, and at the end, all copies become their mean.
-    recompute: True for all stages, or the indices of some stages. It changes numbers only for unstashed,
-        where the repeated forward reads the newest version.
+    recompute: True for all stages, or the indices of some stages. It changes numbers only at stages that do
+        not stash, where the repeated forward reads the newest version.
     across_cut: a function that changes tensors between stages, such as a codec would. It is called as
         across_cut(sender, receiver, tensor_index, tensor) for each floating-point activation and its
         gradient, in the order of the microbatches. It returns the new tensor. None changes no tensor.
@@ -337,7 +337,7 @@ def _with_layers(
     seed: int | None,
 ) -> Model:
     """Returns the model as layers. If it is not a list of layers, it is cut by tracing a forward of minibatch
-    0, as pipedream.run() does."""
+    0, as pipedream.run() does. With a plan of one layer it stays as it is."""
     if plan.stages[-1].last_layer == 0 or not needs_cutting(model):
         return model
     assert isinstance(model, nn.Module)

@@ -26,14 +26,15 @@ class History:
     version."""
 
     def __init__(self, parameter: nn.Parameter, versions_back: int = 0) -> None:
-        """versions_back: how far reads may go back. With 1, version 4 can still be read after version 5."""
+        """versions_back: how far reads may go back. With 1, version 4 can still be read after version 5 has
+        been read."""
         self.parameter = parameter
         self._versions_back = versions_back
         self._newest = 0
         self._copies = {0: parameter.detach().clone()}
 
     def leaf(self, version: int) -> Tensor:
-        """Returns a new leaf with the contents of a version."""
+        """Returns a new leaf with the contents of a version. Drops versions that can no longer be read."""
         for old in [held for held in self._copies if held < version - self._versions_back]:
             del self._copies[old]
         return self._copies[version].clone().requires_grad_()

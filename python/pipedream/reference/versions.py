@@ -54,7 +54,8 @@ class Versions:
 
     @property
     def versions_back(self) -> int:
-        """How far the forwards may go back. With 1, version 4 can still be read after version 5."""
+        """How far the forwards may go back. With 1, version 4 can still be read after version 5 has been
+        read."""
         return 0
 
     def stashes(self, stage_index: int) -> bool:

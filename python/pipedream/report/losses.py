@@ -9,8 +9,9 @@ forward, backward or update has been launched:
     device      | F     copy | B                   | ...
 
 A loss is read before the gradients of its backward are sent or used in an update. So if on_nonfinite="stop"
-stops the run, neither that loss's minibatch nor a later one has changed any weight. The worker's compute
-thread owns the record.
+stops the run, neither that loss's minibatch nor a later one has changed any weight. The exception is
+sync="asp": another replica may be ahead and may have updated weights. The worker's compute thread owns the
+record.
 """
 
 from __future__ import annotations

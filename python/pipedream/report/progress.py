@@ -126,7 +126,7 @@ class RunProgress:
 @contextlib.contextmanager
 def skipping_shown(num_minibatches: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
     """Shows the progress of a resumed run that skips the minibatches before its checkpoint. Yields a
-    function. Call it after each skipped minibatch, with the number of skipped minibatches."""
+    function. Call it after each skipped minibatch, with the number of minibatches skipped so far."""
     doing = "reading past the minibatches that were trained on"
     started_s = shown_s = time.monotonic()
     with progress_bar(doing, num_minibatches, "minibatches", is_shown=is_shown) as advance:

@@ -209,12 +209,13 @@ class RunResult:
     early.
     """
     continued_at: int = 0
-    """The minibatch of the checkpoint from which the run continued; 0 if it began anew. `versions` and
+    """The minibatch of the checkpoint from which the run continued; 0 without a checkpoint. `versions` and
     `microbatch_versions` begin with this minibatch. `losses` and the figures by epoch include the minibatches
     before it."""
     checkpoints: list[dict[str, int]] = field(default_factory=list)
-    """For each worker, four figures of its checkpoints: "num_copied" and "num_written" count parts;
-    "stall_ns" is the time in which training waited, and "write_ns" the time in which a thread wrote."""
+    """For each worker, four figures of its checkpoints: "num_copied" and "num_written" count copied and
+    written states of stages; "stall_ns" is the time in which training waited, and "write_ns" the time in
+    which a thread wrote."""
     updates_read: list[list[tuple[int, int]]] = field(default_factory=list)
     """With sync="asp", updates_read[stage][minibatch] is a pair (fewest, most). The minibatch's forward read
     the weights in parts, and each part contained the gradients of some number of minibatches. The pair has
