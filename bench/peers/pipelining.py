@@ -157,7 +157,7 @@ class _Steady:
 
 
 def plain_ms(name: str, cut: int) -> float:
-    """Returns milliseconds per minibatch of a plain training loop, in this process alone."""
+    """Returns milliseconds per minibatch of a plain training loop over the whole model. `cut` is not used."""
     case = CASES[name]
     model = nn.Sequential(*case.layers())
     optimizer = _OPTIMIZER(model.parameters())

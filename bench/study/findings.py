@@ -24,7 +24,7 @@ from sweep import (
 )
 from tasks import DeepCharacters
 
-_NUM_SMOOTHED = 12  # points
+_NUM_SMOOTHED = 12  # points of a loss curve
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ Span = tuple[str, int, torch.Size]
 
 class Optimizer(abc.ABC):
     def __init__(self, rates: Tensor, spans: list[Span]) -> None:
-        """rates: (runs, 1)."""
+        """rates: the runs' learning rates, of shape (runs, 1). spans: all parameters."""
         self._rates = rates
         self._spans = spans
         self._num_steps = 0

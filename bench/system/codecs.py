@@ -40,7 +40,8 @@ CODECS: dict[str, Any] = {
 
 
 class Task(Characters):
-    """The task with one block per stage. In each direction 512 KiB cross the cut per minibatch."""
+    """The study's character task, with one block per stage. In each direction 512 KiB cross the cut per
+    minibatch."""
 
     _CONTEXT, _WIDTH, _HEADS, _BLOCKS, _BATCH_SIZE = 64, 64, 4, 2, 32
 

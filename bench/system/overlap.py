@@ -78,7 +78,8 @@ def train(in_flight: list[int], repeats: int, num_minibatches: int, path: str) -
 
 
 def figures(result: Any) -> dict[str, Any]:
-    """Returns the figures of the steady phase, per worker, without the first and the last minibatches."""
+    """Returns each worker's figures and the time per minibatch in the steady phase, without the first and the
+    last minibatches. Also returns the table of channels, which is about the whole run."""
     last = len(result.losses) - WARM_UP
     waited, elapsed = [], []
     for spans in result.spans:

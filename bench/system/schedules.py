@@ -6,8 +6,8 @@ much memory it needs, and its bubbles. Writes the table in docs/schedules.md bet
 There are two runs of `pipedream.run` per schedule, with local workers:
 
     numbers   trains a float64 network with convolutions, batch norm, dropout and an embedding tied across
-              stages; compares losses and weights with `pipedream.reference`, and measures weight versions
-              and memory terms
+              stages; compares losses, weights and the weight versions that were read with
+              `pipedream.reference`, and measures memory
     time      runs layers that sleep instead of computing, so that a machine with two cores can time a
               schedule of four workers; compares bubbles with the simulator's, both by the same definition
 
@@ -162,7 +162,8 @@ def options_of(schedule: str, plan: Plan, microbatches: int) -> _core.ScheduleOp
 
 
 def measure_numbers(schedule: str, num_stages: int, microbatches: int) -> dict[str, Any]:
-    """Measures the differences from the reference, the number of versions, and the memory."""
+    """Measures the differences from the reference, and the memory of the largest worker. Raises RuntimeError
+    if the run read other weight versions than the reference."""
     model, expected_model = make_model(), make_model()
     plan = plan_of(schedule, len(model), num_stages)
     arguments: dict[str, Any] = {

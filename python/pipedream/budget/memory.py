@@ -362,8 +362,8 @@ def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
 
 
 def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Counts the microbatches that one replica of this stage computes. Returns how many of them may be in
-    flight at the stage upstream at once.
+    """Returns how many of the microbatches that one replica of this stage computes may be in flight at the
+    stage upstream at once.
 
     The result is the smaller of two bounds: the microbatches that the edges from the stage upstream may have
     in flight, and _num_within_rounds(). It holds even if gradients travel slowly and activations travel fast.

@@ -48,8 +48,8 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     return total
 
 
-# The number of temporary tensors that a step is assumed to make if it cannot be tried. Each is as large as
-# the largest parameter. Rprop makes three, and so does Adam with amsgrad and weight decay.
+# The number of temporary tensors, each as large as its parameter, that a step is assumed to make if it cannot
+# be tried. Rprop makes three, and so does Adam with amsgrad and weight decay.
 _NUM_TEMPORARIES_GUESSED = 3
 
 

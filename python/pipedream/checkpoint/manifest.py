@@ -9,8 +9,9 @@ manifest, which makes it complete.
         stage-1-replica-1.json                the JSON of the part of stage 1's replica 1
 
 Each worker writes the files of its own part, then the part's JSON. A worker that then finds all parts in the
-folder writes the manifest. So no worker waits for another. Two workers may write the manifest at the same
-time, but they write the same bytes. A file has a temporary name until it is complete and on the disk.
+folder writes the manifest. So no worker waits for the files of another. Two workers may write the manifest at
+the same time, but they write the same bytes. A file has a temporary name until it is complete and on the
+disk.
 Torch-free; any thread.
 """
 

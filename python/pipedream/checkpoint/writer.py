@@ -80,7 +80,7 @@ class CopyMemory:
 
 @dataclass
 class Figures:
-    """Counts of one worker's checkpoints."""
+    """Counts and times of one worker's checkpoints."""
 
     num_copied: int = 0
     stall_ns: int = 0

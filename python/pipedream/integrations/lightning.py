@@ -349,8 +349,8 @@ def _strategy_class(library: Any) -> Any:
 
 
 def _add_to_metric(metric: Any, num_updates: int, parts: Mapping[str, Any]) -> None:
-    """Joins states that a worker's updates have made into a metric of torchmetrics. parts: values by the
-    state's name."""
+    """Adds states, which a worker's updates have made, to a metric of torchmetrics. parts: values by the
+    state's name. Raises ValueError if such states cannot be joined."""
     before = metric._update_count
     for state, value in parts.items():
         mine, reduction = getattr(metric, state), metric._reductions[state]

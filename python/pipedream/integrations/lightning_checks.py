@@ -63,8 +63,8 @@ ON_ONE_DEVICE: dict[str, tuple[Any, ...]] = {
 """Values of refused arguments that are accepted, because a script for one device may give them."""
 
 DEVICES = {None: None, "auto": None, "cpu": "host", "gpu": "cuda", "cuda": "cuda"}
-"""Lightning's name of an accelerator -> the kind of device on which workers compute. None means GPUs if there
-are any."""
+"""Lightning's name of an accelerator -> the kind of device on which workers compute. None lets the workers
+choose: GPUs if there are any."""
 
 PRECISIONS = {
     None: (None, "32-true"),

@@ -308,7 +308,7 @@ class Pipeline:
                 f"configure_optimizers returned {len(trainer.optimizers)} optimizers: a pipeline has one"
             )
         (optimizer,) = trainer.optimizers
-        if not optimizer.param_groups:  # Lightning's stand-in
+        if not optimizer.param_groups:  # Lightning's stand-in for a missing optimizer
             raise ValueError("configure_optimizers returned None: return an optimizer")
         if self._run_arguments["max_grad_norm"] is not None:
             own = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -327,7 +327,7 @@ class Training:
 
     def end(self, *, is_interrupted: bool) -> None:
         """Reports the evaluation at the last step if it is still due, unless Ctrl-C ended the training. Then
-        makes the last checkpoint-N.
+        makes the folders checkpoint-N that are not made yet. Does nothing at ranks other than 0.
         """
         if not is_rank_0():
             return

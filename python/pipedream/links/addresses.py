@@ -99,7 +99,7 @@ def route_address(host: str) -> str:
 
 
 def check_reachable(address: str, host: str) -> None:
-    """Refuses a loopback address of this machine in a run of several machines.
+    """Raises ValueError for a loopback address of this machine in a run of several machines.
 
     address: this machine's address on the route to `host`. host: MASTER_ADDR.
     """
@@ -134,7 +134,7 @@ def parse_ports(name: str, ports: str) -> PortRange:
 
 
 def check_ports(ports: PortRange | None, num_needed: int, num_workers: int) -> None:
-    """Refuses a range that has fewer ports than the workers of this machine need at once."""
+    """Raises ValueError for a range that has fewer ports than the workers of this machine need at once."""
     if ports is None:
         return
     first, last = ports

@@ -85,8 +85,8 @@ class LivenessMonitor:
         return None
 
 
-# The core expects a pulse every peer_timeout / 8. The thread may have to wait for the GIL, so it pulses twice
-# as often.
+# For the core a pulse lasts peer_timeout / 4 (csrc/transport/transport.h). The thread may have to wait for
+# the GIL, so it pulses four times as often.
 _PULSES_PER_TIMEOUT = 16
 
 

@@ -40,7 +40,8 @@ torch."""
 _LOOKS_AGAIN_MIN_S, _LOOKS_AGAIN_MAX_S = 0.001, 0.02
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LAST_SIGN_S = 1.0
-"""The most seconds that a rank with open links waits until its last sign is in the store."""
+"""The most seconds that a rank with open links waits until its last sign is in the store. It is also the
+time-out of the test of the loopback interface."""
 _FAILED_KEY = "failed"
 _LINGER_S = 5.0
 """The most seconds that the store's host waits after a failure, until no other rank needs the store
@@ -357,8 +358,8 @@ class Rendezvous:
     # The store's thread.
 
     def _ask(self, call: Callable[[dist.Store], _T]) -> _T:
-        """Runs the call on the store's thread and returns its result. Raises PeerLost if the store is
-        gone."""
+        """Runs the call on the store's thread and returns its result. Raises PeerLost if the store is gone or
+        does not answer."""
         if self._store_is_gone:
             raise PeerLost(self._store_is_gone)
         answer = self._post(call)

@@ -14,8 +14,8 @@ __all__ = ["ReplicaChannels"]
 
 @dataclass(frozen=True)
 class ReplicaChannels:
-    """The names of the channels between one owner and the other owners. The keys are the other owner's
-    index."""
+    """The names of the channels between one owner and the other owners. Each mapping has a name by the other
+    owner's index."""
 
     push_to: Mapping[int, str]
     push_from: Mapping[int, str]

@@ -1,8 +1,9 @@
 """Sends and receives tensors and JSON documents outside the schedule: initial weights, final weights,
-results.
+results, and word of a pause in which memory is planned again.
 
 Tensors and documents are sent in pieces. Both ends know which tensor comes next, so a piece contains only
-bytes. All calls block. The worker's compute thread makes them, before the first minibatch and after the last.
+bytes. All calls block. The worker's compute thread makes them when it trains no minibatch: before the first
+minibatch, in a pause, and after the last minibatch.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ __all__ = [
 
 
 def of_plan(schedule: str | None, planned: int | None, microbatches: int) -> tuple[str, int]:
-    """Returns the plan's schedule and microbatches for schedule="auto"."""
+    """Returns the plan's schedule and microbatches for schedule="auto". Raises ValueError if the plan lacks
+    one of them, or if the user's `microbatches` is another number."""
     if schedule is None or planned is None or microbatches not in (1, planned):
         raise ValueError(
             f"schedule is 'auto' with microbatches {microbatches}, and the plan has {schedule!r}, {planned}:"

@@ -75,8 +75,8 @@ class Stage:
         return self.updaters[0].parameters
 
     def gradient_of(self, parameter: nn.Parameter, leaf: Tensor) -> Tensor | None:
-        """Returns the gradient of a leaf of the parameter. Raises ValueError if the model's code has frozen
-        the leaf during the run.
+        """Returns the gradient of a leaf of the parameter; None if it has none. Raises ValueError if the
+        model's code has frozen the leaf during the run.
         """
         if leaf.grad is None and not leaf.requires_grad:
             named = self.module.trainable_parameters()

@@ -1,8 +1,9 @@
 """Shows a run's progress on stderr: epoch, minibatches, loss and samples/s.
 
-The last stage's worker shows it, because that worker has the losses. A terminal gets one line that changes. A
-log file gets a line every few seconds and one at the end. That worker's compute thread owns the display. The
-display starts no thread, because processes that a DataLoader forks would inherit the thread's locks as taken.
+The last stage's worker shows it, because that worker has the losses; with replicas it is the first of them. A
+terminal gets one line that changes. A log file gets a line every few seconds and one at the end. The worker's
+compute thread owns the display. The display starts no thread, because processes that a DataLoader forks would
+inherit the thread's locks as taken.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class StatusBoard:
     """A file with the minibatch at which each local worker is, 8 bytes per rank. Two more entries have the
     request to end early, and the minibatch before which the run then ends.
 
-    Other files beside it have the losses of each replica of the last stage, and the norms of the first
-    stage's gradients."""
+    Other files beside it have the losses of each replica of the last stage, and the norms of gradients that
+    rank 0 adds."""
 
     def __init__(self, path: Path, num_workers: int, *, create: bool) -> None:
         if create:
