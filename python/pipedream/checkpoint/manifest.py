@@ -11,8 +11,7 @@ manifest, which makes it complete.
 Each worker writes the files of its own part, then the part's JSON. A worker that then finds all parts in the
 folder writes the manifest. So no worker waits for the files of another. Two workers may write the manifest at
 the same time, but they write the same bytes. A file has a temporary name until it is complete and on the
-disk.
-Torch-free; any thread.
+disk. Torch-free; any thread.
 """
 
 from __future__ import annotations

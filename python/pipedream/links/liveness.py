@@ -7,7 +7,7 @@ that has not joined yet writes nothing, so it is not counted as lost.
 Once links are open, the core's transport thread sends beats to the peers. This thread needs no interpreter,
 so a beat shows only that the process lives. The pulse is a Python thread that tells the core again and again
 that the interpreter runs. Each beat says whether the core has heard from the pulse lately. If some code never
-releases the GIL, the pulse stops, but the beats go on. The peers then consider the worker lost after
+releases the GIL, the pulse stops, but the beats go on. The peers then consider the worker lost after about
 peer_timeout.
 
 One thread owns each object. The thread that owns the core owns the pulse.
