@@ -89,7 +89,7 @@ _PIP = python("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrad
 
 
 def wheel_steps() -> list[Step]:
-    """Returns the step that installs the wheels from the folder .whl into SITE."""
+    """Returns the step that installs the wheels from the folder .whl into SITE; empty if there are none."""
     wheels = sorted(str(wheel) for wheel in (ROOT / ".whl").glob("*.whl"))
     return [Step("wheels", (*_PIP, "--no-compile", *wheels))] if wheels else []
 

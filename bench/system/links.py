@@ -103,7 +103,7 @@ class Link:
         for namespace in [*namespaces, self._switch] if len(self.hosts) > 2 else namespaces:
             with contextlib.suppress(
                 subprocess.CalledProcessError
-            ):  # both ends of its links go with the namespace
+            ):  # the deletion also removes both ends of the namespace's links
                 _run("ip", "netns", "delete", namespace)
 
     def _make(self) -> None:

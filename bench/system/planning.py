@@ -34,7 +34,8 @@ from pipedream.planning.prediction import steady_minibatches
 from pipedream.planning.simulator import simulate
 
 SIZES = ((23, 16), (40, 16), (136, 64), (400, 256), (400, 1024))
-# The time of the search within limits grows with the square of the number of workers.
+# With 136 layers, the most workers for the search within memory limits. Its time grows with the square of
+# layers times workers.
 LIMITED_WORKERS_MAX = 64
 SEARCHED_WORKERS_MAX = 64  # so that the search takes only seconds
 SIMULATED_ITEMS_MAX = 20_000  # largest product of minibatches and stages

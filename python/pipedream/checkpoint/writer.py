@@ -86,7 +86,7 @@ class Figures:
     stall_ns: int = 0
     """Nanoseconds in which the compute thread copied, or waited until the last copy was written."""
     num_written: int = 0
-    """The number of parts that were written. Failed parts do not count."""
+    """The number of parts (manifest.py) that were written. Failed parts do not count."""
     write_ns: int = 0
     """Nanoseconds in which the writer thread wrote parts."""
 
