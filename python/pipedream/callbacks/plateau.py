@@ -33,8 +33,8 @@ class _Watch(Callback):
         self.num_worse = 0
 
     def _is_over(self, report: EpochReport) -> bool:
-        """Counts an epoch. Returns whether the metric has not improved in more than `patience` epochs. Epochs
-        before the first evaluation do not count."""
+        """Counts an epoch. Returns whether the metric has not improved in more than `patience` epochs. While
+        the evaluations have no figure of the metric yet, epochs do not count."""
         known = report.metrics.values()
         if (
             self.metric != "loss"

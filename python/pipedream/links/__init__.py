@@ -1,1 +1,1 @@
-"""This package connects workers: it has the rendezvous, channels, keys, codecs and signs of life."""
+"""This package connects workers: it has the rendezvous, channels, addresses, keys and signs of life."""
