@@ -6,7 +6,7 @@
                stage, and their CUDA cases again under compute-sanitizer memcheck
     training   compares every pair of options with the reference, with two and four workers on one GPU; tests
                the transports (CUDA IPC, and staging through shared memory and through tcp), codecs,
-               optimizers' kernels, offloading, and the errors for a user's mistakes on a device
+               optimizers' kernels, offloading, and models, data and optimizers that do unusual things
     speed      compares transfers between devices through a channel with plain CUDA copies, and a worker with
                a plain loop; records the timelines of copies and kernels
     models     compares two workers with a plain loop on a Llama-like model in bfloat16; runs two examples on
