@@ -151,8 +151,8 @@ class RunResult:
     bubble_share: float
     """Share of the workers' time in which they ran no user code, 0 to 1."""
     bytes_sent: int
-    """Bytes that all workers sent between stages, headers included. They include the bytes that workers wrote
-    into each other's memory."""
+    """Bytes of activations and gradients that all workers sent between stages, headers included. They include
+    the bytes that workers wrote into each other's memory."""
     transports: dict[str, str]
     """The transport between two stages. "0->1" is for activations from stage 0 to 1, "1->0" for gradients
     from stage 1 to 0. The values are "zmq/tcp", "zmq/tcp curve" if encrypted, "shared memory" and "cuda
