@@ -89,7 +89,7 @@ class ChannelFigures(NamedTuple):
     tensor_bytes: int
     """Bytes of the channel's tensors before the codec."""
     wire_bytes: int
-    """Bytes that went through the socket, headers included."""
+    """Bytes of the frames that arrived, headers included."""
     placed_bytes: int
     """Bytes that the sender wrote directly into the receiver's memory, if both are on one host."""
     transfer_ms: float
