@@ -9,7 +9,7 @@
 
 namespace pipedream {
 
-// (forward, backward)
+// Rows of (version that the forward read, version that the backward read), one for each microbatch.
 [[nodiscard]] pybind11::list version_rows(const std::vector<VersionsRead>& versions);
 // Rows of (kind, stage, minibatch, microbatch, asked, ready, completed, wait, compute), the last five in ns.
 [[nodiscard]] pybind11::list span_rows(const std::vector<Span>& spans);

@@ -1,4 +1,4 @@
-// Makes the Python types of received items: a work item, and an item outside the schedule. Called with the
+// Makes the Python types of work items, and of items that are received outside the schedule. Called with the
 // GIL held.
 #pragma once
 
@@ -23,7 +23,7 @@ struct ItemHolder {
   ReceivedItem item;
 };
 
-// An item outside the schedule.
+// An item received outside the schedule.
 struct PyItem {
   std::shared_ptr<Pool> pool;  // keeps the memory of the item's leases
   std::optional<ReceivedItem> received;
@@ -33,7 +33,7 @@ struct PyItem {
   bool is_end = false;
 
   // Returns one capsule per tensor. The slot is free again once all capsules and their tensors are gone. A
-  // second call returns none.
+  // second call returns an empty list, and so does the call for an item that ends the channel.
   pybind11::list take_tensors();
 };
 

@@ -27,7 +27,7 @@ namespace {
 
 using Programs = std::vector<std::vector<Instruction>>;
 
-// (boundary, validation minibatches)
+// Rows of (boundary, number of validation minibatches that are evaluated there).
 using EvaluatedFields = std::vector<std::pair<MinibatchId, std::int64_t>>;
 
 std::vector<Instruction> make_worker_program(const ScheduleOptions& options, Rank rank,

@@ -27,7 +27,7 @@ namespace pipedream {
 
 namespace {
 
-using Ties = std::vector<std::pair<StageIndex, StageIndex>>;  // (owner, user)
+using Ties = std::vector<std::pair<StageIndex, StageIndex>>;  // (owner, user) of tied parameters
 
 void bind_placement(py::module_& module) {
   py::class_<Placement>(module, "Placement")

@@ -31,8 +31,9 @@ using ExchangePeerRow = std::tuple<ExchangeShardRow, std::vector<std::string>, b
 
 class PyShardExchange {
  public:
-  // spec: keywords with the names of ExchangeSpec's members, with two differences. `shard` has `chunks`, and
-  // `tensors` is a TensorExchange. peers: by owner; own_slots, tied_slots, push_slots: addresses.
+  // spec: keywords with the names of ExchangeSpec's members, with three differences. `shard` has `chunks`,
+  // `tensors` is a TensorExchange, and `on_host` is not given. peers: by owner; own_slots, tied_slots,
+  // push_slots: addresses.
   PyShardExchange(Worker& worker, const pybind11::kwargs& spec);
 
   void push_ready(std::size_t parameter, const pybind11::object& gradient, std::int64_t num_summed);

@@ -26,7 +26,8 @@ namespace pipedream {
 
 // Consumes the capsules. The views are valid while the owner lives. The owner may die on any thread, and the
 // framework takes the GIL if it needs the GIL. Throws UserError, which begins with the text of where(), for a
-// tensor that is not contiguous or not on the device.
+// tensor that is not contiguous or not on the device, or has too many dimensions or a dtype that cannot be
+// sent.
 struct Borrowed {
   std::vector<TensorView> tensors;
   std::shared_ptr<void> owner;

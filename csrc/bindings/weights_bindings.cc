@@ -24,7 +24,7 @@ namespace {
 
 using Parameter = std::tuple<std::string, std::string, std::int64_t>;  // name, dtype name, elements
 
-// (slot_bytes, offset of each parameter)
+// Returns (slot_bytes, offset of each parameter).
 std::pair<std::size_t, std::vector<std::size_t>> weight_layout(const std::vector<Parameter>& parameters) {
   std::vector<ParameterSpec> specs;
   for (const auto& [name, dtype, num_elements] : parameters)

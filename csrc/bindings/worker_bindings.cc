@@ -1,6 +1,6 @@
 // Defines pipedream._core.Worker, with one object per worker. advance() completes a work item, sends its
-// results and waits for the next item. So Python calls the core once per item, and the core releases the GIL
-// once. No wait holds the GIL (waiting.h).
+// results and waits for the next item. So Python calls the core once per item. No wait holds the GIL
+// (waiting.h).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -58,7 +58,7 @@ ItemSpec item_spec(const TensorFields& tensors) {
 
 }  // namespace
 
-// This worker's public key and secret key, and the public keys of peers that may connect.
+// This worker's public key and secret key, and the public keys of the peers with which it may talk.
 using KeyFields = std::tuple<std::string, std::string, std::vector<std::string>>;
 // The first and the last port that the worker may listen on.
 using PortFields = std::pair<std::uint16_t, std::uint16_t>;
@@ -148,7 +148,7 @@ class PyWorker {
     if (staging) staging_terms_.insert(name);
   }
 
-  // (the offer, why there is none)
+  // Returns (the offer, the reason if there is none).
   std::pair<std::string, std::string> offer_device_memory() {
     std::string why;
     std::string offer = worker_->offer_device_memory(&why);
@@ -167,7 +167,8 @@ class PyWorker {
         .value();
   }
 
-  // Returns a flat uint8 tensor over one slot of a term. The slot stays leased as long as the tensor lives.
+  // Returns a capsule of a flat uint8 tensor over one slot of a term. The slot stays leased as long as the
+  // tensor lives.
   py::capsule hold_slot(const std::string& term) {
     auto held = std::make_shared<Worker::HeldSlot>(worker_->hold_slot(term));
     TensorView view;
@@ -179,8 +180,8 @@ class PyWorker {
     return to_capsule(view, worker_->device().type(), worker_->device().index(), held);
   }
 
-  // Returns the residuals, which are the values that the channel's codec has not sent yet. They are flat
-  // uint8 tensors: a list for each item in the order of sending, with one tensor for each tensor of the item.
+  // Returns the residuals, which are the values that the channel's codec has not sent yet. They are capsules
+  // of flat uint8 tensors. Items use the lists in turn; a list has one tensor for each tensor of an item.
   py::list residuals(const std::string& channel) {
     py::list items;
     for (const auto& of_item : worker_->residuals(channel)) {
@@ -199,7 +200,8 @@ class PyWorker {
     return items;
   }
 
-  // edges: all edges with one end at this worker, each with the name of its channel.
+  // edges: all edges with one end at this worker, each with the name of its channel, except the edges of its
+  // exchange.
   void start(const ScheduleOptions& options, Rank rank,
              const std::vector<std::pair<Edge, std::string>>& edges, std::shared_ptr<TensorExchange> tensors,
              std::size_t num_spans_max) {

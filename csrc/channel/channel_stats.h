@@ -1,5 +1,5 @@
 // Counters of one end of a channel. An item is the set of tensors that one work item sends over the channel.
-// Plain values; any thread.
+// A chunk is the part of a tensor that one frame carries. Plain values; any thread.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace pipedream {
 
 struct ChannelStats {
-  LinkCounters link;  // bytes on the wire with headers and credits, without bytes written into shared memory
+  LinkCounters link;            // headers and payloads of all frames, also of credits; without placed_bytes
   std::uint64_t num_items = 0;  // sent or received
   std::uint64_t num_chunks = 0;
   std::uint64_t tensor_bytes = 0;  // the items' tensors before encoding

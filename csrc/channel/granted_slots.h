@@ -24,8 +24,8 @@ struct PostedRange {
 
 class GrantedSlots {
  public:
-  // False when the slot is granted already, or kNumGrantsMax slots are. Then the receiver has broken the
-  // protocol.
+  // False when the slot is granted already, or when kNumGrantsMax slots are granted. Then the receiver has
+  // broken the protocol.
   [[nodiscard]] bool add(std::uint16_t slot, PostedRange range = {}) {
     if (is_granted_.test(slot) || slots_.full()) return false;
     is_granted_.set(slot);
@@ -49,7 +49,7 @@ class GrantedSlots {
  private:
   RingBuffer<std::uint16_t> slots_{kNumGrantsMax};
   std::bitset<std::size_t{1} << 16> is_granted_;
-  std::vector<PostedRange> ranges_;  // by slot; empty while none has been posted
+  std::vector<PostedRange> ranges_;  // by slot; empty while no place has been posted
 };
 
 }  // namespace pipedream

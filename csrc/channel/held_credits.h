@@ -54,7 +54,7 @@ class HeldCredits {
     return !free_slots_.empty() && (was_last_ || num_told_ < num_enough_);
   }
 
-  // Grants all held slots, as few CREDIT frames as possible: calls tell(Credit) for each frame.
+  // Grants all held slots in as few CREDIT frames as possible: calls tell(Credit) for each frame.
   template <class Tell>
   void tell_all(Tell tell) {
     note_told();

@@ -7,8 +7,9 @@
 //              encoded. A GPU encodes in its own memory first: small writes of kernels are slow on the bus
 //   in place   there is no copy: the wire reads the tensors
 //
-// Threads: everything runs on the thread that drives the transport, except places(), which any thread may
-// call, and on_copied, which the copy stream calls. place_into() is called before there is a link.
+// Threads: can_reach(), reserve(), start() and copy() run on the thread that drives the transport. Any thread
+// may call places(). A stream's thread calls on_copied. place_into() is called before there is a link,
+// end_placing() after the transport's shutdown, and residuals() when no item is under way.
 #pragma once
 
 #include <atomic>
@@ -57,7 +58,7 @@ class ItemCopier {
   void synchronize();
   // The codec's residuals in device memory: one entry per residual slot, with one span per tensor. Items use
   // the slots in turn. Empty when the codec keeps no residual. The contents change while items are copied.
-  // Before the first item the caller may write residuals of an earlier run.
+  // Before the first item the caller may write residuals of an earlier run into them.
   [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals() const;
 
  private:

@@ -1,6 +1,7 @@
-// Maps the memory of a receiver on the same host into the sender. The sender then writes its items there
-// itself: into the receiver's slots, which lie at equal distances, or into places that the receiver has
-// posted. The memory may be host or device memory. Owned by the send channel; its copy stream writes.
+// Holds the memory of a receiver on the same host, which the sender has mapped. The sender writes its items
+// there itself: into the receiver's slots, which lie at equal distances, or into places that the receiver has
+// posted. The memory may be host or device memory. Owned by an ItemCopier, which writes on its copy stream or
+// on the thread that drives the transport.
 #pragma once
 
 #include <cstddef>

@@ -95,7 +95,7 @@ std::vector<ReceivedTransfer> ReceiveChannel::transfers() const {
   return transfers_.items();
 }
 
-// ---- Granting: on the thread that drives, except note_release() ----
+// ---- Granting: on the thread that drives, except post() and note_release() ----
 
 void ReceiveChannel::on_open(Link& link) {
   attach(link);
@@ -402,7 +402,8 @@ std::int64_t ReceiveChannel::arrival_ns(std::int64_t complete_ns) const {
   return static_cast<std::int64_t>(static_cast<double>(complete_ns - first_arrival_ns_) * of_rest);
 }
 
-// Decodes the tensor if it is encoded. Returns an error message if its encoding is wrong.
+// Decodes the tensor if it is encoded, and goes on to the next tensor. Returns an error message if the
+// encoding is wrong.
 std::optional<std::string> ReceiveChannel::finish_tensor(const FrameHeader& header) {
   const ReceivedSlot& received = *current_->held;
   const TensorView& tensor = received.tensors.back();

@@ -52,15 +52,15 @@ namespace pipedream {
 
 class ReceiveChannel final : public LinkHandler {
  public:
-  // slots: one for each item in flight, of options.item.slot_bytes() on the device. Where items land at
-  //   posted places, the slots have 0 bytes and need no staging.
+  // slots: one for each item in flight, of options.item.slot_bytes(), where the item is read. Where items
+  //   land at posted places, the slots have 0 bytes and need no staging.
   // staging: one slot of WireLayout::slot_bytes() for each of `slots`, into which the wire writes. Null if
-  //   the wire writes device memory itself.
-  // compute_stream: the stream on which items are read; null on the host.
+  //   the wire or the sender writes into `slots` itself.
+  // compute_stream: the stream on which items are read; null if items are in host memory.
   // shared: the memory into which the sender may write by itself, or null. It holds the slots that the wire
   //   writes, or all posted places. If it is device memory there is no staging, and every item is placed.
-  // encoded: one slot of WireLayout::slot_bytes(), from which the device decodes. Null if the device decodes
-  //   from staging.
+  // encoded: one slot of WireLayout::slot_bytes(), from which the device decodes. Null if nothing is encoded,
+  //   or if it is decoded from staging.
   // All of these outlive the channel and its items.
   ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
                  SlotGroup& slots, SlotGroup* staging, Stream* compute_stream,
@@ -87,12 +87,13 @@ class ReceiveChannel final : public LinkHandler {
   // Whether the sender itself writes into this end's memory. Known once the link is open.
   [[nodiscard]] bool is_claimed() const;
 
-  // Whether the compute thread holds all slots: none is free, granted or being filled. The plan has one slot
-  // more than the compute thread keeps. So if the result is true while the compute thread waits for this
-  // channel, it keeps an item that it should have dropped.
+  // Whether received items hold all slots: none is free, granted or being filled. The plan has one slot more
+  // than the compute thread keeps. So if the result is true while the compute thread waits for this channel,
+  // that thread keeps an item that it should have dropped.
   [[nodiscard]] bool all_slots_held() const { return slots_.num_free() == 0 && num_granted_.load() == 0; }
 
-  // Stops granting slots. Items may be dropped after this call.
+  // After this call, dropped items do not reach the channel any more, so they may outlive it. Their slots are
+  // not granted again.
   void detach();
 
   [[nodiscard]] bool open() const { return open_.load(); }

@@ -1,4 +1,4 @@
-// Ends received items: an item's slot goes back to the channel, if the channel still exists.
+// Ends received items: releases an item's slot, and tells the channel if the channel still exists.
 #include "channel/received_item.h"
 
 #include <utility>

@@ -31,8 +31,7 @@ class ReceiverAccess {
   // side_stream: see ChannelOptions.
   ReceiverAccess(ReceiveChannel& channel, std::function<std::unique_ptr<Stream>()> side_stream)
       : side_stream_(std::move(side_stream)), channel_(&channel) {}
-  // Tells the channel that a slot became free. Called by the thread that drops the last reference to an
-  // item's tensors.
+  // Tells the channel that a slot became free. Called by the thread that has released the slot.
   void slot_released();
   // Makes the run fail, because after a device's error nobody knows whether an item was read completely.
   void tell(const DeviceError& error);
@@ -61,7 +60,7 @@ class ReceiverAccess {
   int num_reaching_ = 0;  // threads inside reach()
 };
 
-// The channel's record of one device slot, from the slot's lease until the item's last holder drops it. A
+// The channel's record of one slot, from the slot's lease until the item's last holder drops it. A
 // staged item has two holders: the item, and the copy stream until its copies are done. So an item may be
 // dropped before the device has copied it. Items share the record and may outlive the channel.
 struct ReceivedSlot {
@@ -86,8 +85,8 @@ struct ReceivedSlot {
   // On an asynchronous device an item may be dropped while enqueued kernels still read its slot. The last
   // reader's event marks their end. The next copy into the slot waits for this event. If the sender makes the
   // copy, the grant of the slot waits instead. A thread may also have read on another stream than the compute
-  // stream, as some backwards do. Then a second event marks the end of these reads. The members below are
-  // null on the host.
+  // stream, as some backwards do. Then a second event marks the end of these reads. Without a compute stream,
+  // as on the host, there are no events.
   Device* device = nullptr;  // device and compute_stream outlive the items
   Stream* compute_stream = nullptr;
   std::unique_ptr<Event> last_read;
@@ -107,7 +106,7 @@ class TensorList : public std::span<const TensorView> {
   }
 };
 
-// A work item's tensors in leased slots. They are valid while the item lives.
+// A work item's tensors in a leased slot. They are valid while the item lives.
 struct ReceivedItem {
   ReceivedItem() = default;
   ReceivedItem(ReceivedItem&&) noexcept = default;

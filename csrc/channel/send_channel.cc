@@ -132,7 +132,7 @@ void SendChannel::enqueue(SendItem& item) {
   if (!pump_scheduled_.exchange(true)) transport_.post_and_drive([this] { pump(); });
 }
 
-// Called from callbacks, on threads that do not drive.
+// For callbacks, whose threads may not be able to drive.
 void SendChannel::schedule_pump() {
   if (!pump_scheduled_.exchange(true)) transport_.post([this] { pump(); });
 }
@@ -167,7 +167,8 @@ void SendChannel::start_queued() {
   }
 }
 
-// Begins the item. False when the item must wait for a slot of the receiver or for a staging buffer.
+// Begins the item. False when the item must wait for a slot of the receiver or for a staging buffer, and when
+// the posted place is wrong (refused_).
 bool SendChannel::start(SendItem& item) {
   if (item.is_end) return true;
   record_.note_credit_wait(granted_.empty());

@@ -1,6 +1,5 @@
-// Implements the sending end of one directed channel between two stages. An item is the set of tensors that
-// one work item sends over the channel. The tensors lie on the device and travel in chunks, asynchronously.
-// Compute never waits for a send.
+// Implements the sending end of one directed channel between two workers. An item is the set of tensors that
+// one work item sends over the channel. The tensors travel in chunks, asynchronously: send() never waits.
 //
 //   compute thread     copy stream                    thread that drives the transport  wire
 //   1 send(item) --------------------------------------> 2 waits for a slot of the receiver
@@ -11,11 +10,11 @@
 // SendQueue has the items, ItemCopier does step 3, SendRecord counts and times. This class decides when an
 // item may start, makes its frames, and handles the link's events.
 //
-// Threads: send(), send_end() and collect_released() run on the compute thread. Everything else runs on the
-// thread that drives the transport; that is the compute thread itself when no other thread drives. The
-// members below are grouped by the thread that uses them. Bound: there are at most num_items_max unreleased
-// items and kNumSpareItems more. All items are made with the channel, so that sending an item allocates
-// nothing.
+// Threads: one thread, usually the compute thread, calls send(), send_end(), the waits and
+// collect_released(). Copies and frames are made, and the link's events handled, on the thread that drives
+// the transport; that is the compute thread itself when no other thread drives. chunk_sent() and release()
+// run on any thread. Bound: there are at most num_items_max unreleased items and kNumSpareItems more. All
+// items are made with the channel, so that sending an item allocates nothing.
 #pragma once
 
 #include <atomic>
@@ -47,8 +46,8 @@
 
 namespace pipedream {
 
-// The chunk size of tensors that travel by the wire. Small chunks let copies and the wire overlap, but each
-// chunk has a fixed cost.
+// The usual chunk size of tensors that travel by the wire. Small chunks let copies and the wire overlap, but
+// each chunk has a fixed cost.
 inline constexpr std::size_t kUsualChunkBytes = std::size_t{1} << 20;
 
 struct ChannelOptions {
@@ -60,7 +59,7 @@ struct ChannelOptions {
   std::size_t num_items_max = 16;
   // The numbers of the microbatches that the channel carries, counted through the whole run: first_microbatch
   // and every microbatch_stride-th number after it, for instance 1, 3, 5 with 1 and 2. With a stride of 0
-  // they are any later numbers in ascending order.
+  // they are any ascending numbers from first_microbatch on.
   std::int64_t first_microbatch = 0;
   std::int64_t microbatch_stride = 1;
   std::int64_t num_microbatches = 1;   // per minibatch
@@ -69,7 +68,7 @@ struct ChannelOptions {
   // The most places that the receiver may have posted and not yet granted; 0 if its items land in slots and
   // not in posted places.
   std::size_t num_posts_max = 0;
-  std::uint32_t channel_id = 0;  // the channel's id in shared memory with posted places
+  std::uint32_t channel_id = 0;  // names the channel on the wire and in shared memory
   // For a receiver: returns the stream on which the framework computes on the calling thread, or null if that
   // is the compute stream. Any thread may call it. Empty on the host.
   std::function<std::unique_ptr<Stream>()> side_stream{};
@@ -102,9 +101,10 @@ class SendChannel final : public LinkHandler {
   // Called before the first send.
   void attach(Link& link) { link_.store(&link); }
 
-  // Sends the tensors of a work item. Never blocks. The tensors are read until collect_released() destroys
-  // keep_alive, which owns their memory. ready: an event of the compute stream after which the tensors are
-  // written; null when they are written already. Throws UserError when a tensor does not fit the plan.
+  // Sends the tensors of a work item. Never blocks. keep_alive owns the tensors' memory; after their last
+  // read collect_released() destroys it. ready: an event of the compute stream after which the tensors are
+  // written; null when they are written already. Throws UserError when a tensor does not fit the plan. Makes
+  // the run fail when all items of the channel are in use.
   void send(MinibatchId minibatch, MicrobatchIndex microbatch, const ItemFields& fields,
             const std::vector<TensorView>& tensors, std::unique_ptr<Event> ready,
             std::shared_ptr<void> keep_alive);

@@ -1,6 +1,6 @@
-// Holds all items of a sending channel, which are made together with it. An item goes free -> queued -> taken
-// -> released, and then is free again. Their number bounds the queue. Any thread; collect_released() one at a
-// time.
+// Holds all items of a sending channel, which are made together with it. An item goes free -> queued ->
+// taken, and release() makes it free again. The number of items bounds the queue. Any thread;
+// collect_released() one at a time.
 #pragma once
 
 #include <atomic>

@@ -27,16 +27,16 @@ struct TensorView {
 // "float32[64, 3, 32, 32]"
 [[nodiscard]] std::string to_string(const TensorView& tensor);
 
-// The plan's limits for one tensor of a boundary, taken from the rehearsal of the first minibatch. Later
-// tensors have the same dtype and number of dimensions, and at most as many bytes: a short last batch has
-// fewer bytes.
+// The plan's limits for one tensor of an item. A tensor that is sent has this dtype, this number of
+// dimensions and at most bytes_max bytes: a short last batch has fewer. A tensor without bytes may have
+// another number of dimensions, because it may stand for a missing gradient.
 struct TensorSpec {
   DType dtype = DType::kFloat32;
   std::uint8_t num_dims = 0;
   std::size_t bytes_max = 0;
 };
 
-// All tensors of one work item at a boundary: they travel together and share one slot.
+// The limits for all tensors of one item. The tensors travel together and share one slot.
 class ItemSpec {
  public:
   ItemSpec() = default;

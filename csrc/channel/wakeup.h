@@ -1,7 +1,7 @@
 // The compute thread of a stage sleeps here until a channel has something for it or the run has failed. Each
 // worker has one Wakeup, and all its channels share it. Its mutex guards every channel's inbox and the
-// failure. A sleeping thread drives the transport, so that it can receive its item without the help of
-// another thread.
+// failure. A sleeping thread drives the transport if no other thread does, so that it can receive its item
+// without the help of another thread.
 #pragma once
 
 #include <atomic>
@@ -106,15 +106,16 @@ class Wakeup {
     return accepted;
   }
 
-  // The compute thread calls begin_item() and end_item() around each work item. Functions that it posts in
-  // between run at end_item(), together with the sends of the work item.
+  // The compute thread calls begin_item() and end_item() around each work item. Functions that it gives to
+  // post_with_item() in between wait for end_item(), unless another thread drives. Then they run together
+  // with the sends of the work item.
   void begin_item() { item_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed); }
   void end_item() {
     item_thread_.store({}, std::memory_order_relaxed);
     if (Transport* const transport = std::exchange(posted_to_, nullptr)) transport->drive_posted();
   }
-  // Posts the function. It runs at end_item() if this thread is within a work item, and otherwise as soon as
-  // possible. Any thread.
+  // Posts the function. If this thread is within a work item, it does not drive the transport for the
+  // function before end_item(). Otherwise the function runs as soon as possible. Any thread.
   void post_with_item(Transport& transport, std::function<void()> function) {
     if (item_thread_.load(std::memory_order_relaxed) != std::this_thread::get_id()) {
       transport.post_and_drive(std::move(function));

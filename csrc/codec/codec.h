@@ -6,7 +6,8 @@
 //   bf16   each element rounded to bfloat16, to nearest even
 //   fp16   each element rounded to float16; an element that is too large becomes infinite
 //   int8   blocks of kInt8BlockElements: one float32 scale (largest magnitude / 127), then elements / scale
-//          rounded to nearest even; a block with an infinity or a NaN decodes to NaN
+//          rounded to nearest even; a block with a NaN, or with an element that is infinite as a float32,
+//          decodes to NaN
 //   topk   the `share` of the elements that are largest in magnitude: first their indices (uint32, in
 //          ascending order), then their values (float32, or the tensor's own 16 bits)
 //

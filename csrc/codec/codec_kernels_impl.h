@@ -350,9 +350,9 @@ void list_all(const TopKEncode<T>& work, bool is_added, List<NumberOf<T>>& list)
   }
 }
 
-// Returns a bound with almost surely num_chosen elements above it, and not many more. About num_expected of
-// the num_chosen largest elements are in the sample. The bound has this many sampled elements above it, and
-// four standard deviations more.
+// Returns a bound that almost surely has at least num_chosen elements above it, and not many more. About
+// num_expected of the num_chosen largest elements are in the sample. The bound has this many sampled elements
+// above it, and four standard deviations more.
 template <class T>
 KeyBound<NumberOf<T>> sampled_bound(const TopKEncode<T>& work) {
   using Layout = FloatLayout<NumberOf<T>>;

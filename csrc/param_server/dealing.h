@@ -7,11 +7,11 @@
 //
 // A chunk is a range of the slot that travels as one item. It is a sixteenth of a shard, but at least 1 MiB
 // and at most 4 MiB (shard_chunk_bytes_max()). Every shard has the same number of chunks, whose sizes differ
-// by at most 64 bytes, so the shards are equal. Neighbouring chunks go to different shards: a backward makes
-// gradients from the slot's end to its beginning, and so keeps all shards busy.
+// by at most 64 bytes, so the shards are about equal. Neighbouring chunks go to different shards: a backward
+// makes gradients from the slot's end to its beginning, and so keeps all shards busy.
 //
-// Spares own shards but have no gradients of their own. They take larger shards, and replicas take smaller
-// ones or none (shard_shares()). Chunks are then at most 1 MiB.
+// Spares are workers that own shards but have no minibatches, and so no gradients of their own. They take
+// larger shards, and replicas take smaller ones or none (shard_shares()). Chunks are then at most 1 MiB.
 //
 // Some optimizers need whole tensors, because they use a tensor's norm or its rows. Then a chunk is one
 // tensor, or several neighbouring tensors of a shard, and shards are as equal as the tensors allow.

@@ -43,7 +43,8 @@ struct ExchangeShard {
 };
 
 // Another owner of shards, and the names of the channels that join this owner to it. A name is empty if there
-// is no such channel: a spare pushes no gradients and pulls no versions.
+// is no such channel. For example, a spare (a worker that owns a shard but has no minibatches) pushes no
+// gradients and pulls no versions.
 struct ExchangePeer {
   ExchangeShard shard;
   std::string push_to;
@@ -68,7 +69,8 @@ struct ExchangeSpec {
   std::vector<std::byte*> push_slots;  // zeroed memory of PushLayout::slot_bytes(); a round uses one of them
   Codec push_codec{};
   bool keeps_gradients = false;  // the optimizer may keep received gradients, so no mean overwrites them
-  // Whether the tensors are in host memory. Then this exchange makes the means of gradients itself.
+  // Whether the tensors are in host memory. Then this exchange makes the means of gradients itself, if there
+  // is a place for them and is_aggregated() is true for their dtype.
   bool on_host = true;
   // Whether this owner sends another replica the chunks of a new version only after it has sent that replica
   // all pushed chunks. All channels of a link get equal parts of the bandwidth. So versions would slow down

@@ -32,9 +32,9 @@ class ItemCarrier {
   ItemCarrier& operator=(const ItemCarrier&) = delete;
   virtual ~ItemCarrier() = default;
 
-  // These functions return false, or an empty optional, at the deadline. After send() the tensors' memory
-  // must not change until wait_until_sent() says that the item is sent. `owner` keeps this memory alive; it
-  // may be null.
+  // The functions with a deadline return false, or an empty optional, when it has passed. After send() the
+  // tensors' memory must not change until wait_until_sent() says that the item is sent. `owner` keeps this
+  // memory alive; it may be null.
   [[nodiscard]] virtual Result<bool> send(const std::string& channel, const std::vector<TensorView>& tensors,
                                           const ItemFields& fields, std::shared_ptr<void> owner,
                                           Deadline deadline) = 0;

@@ -354,7 +354,8 @@ WeightVersion ShardExchange::whole_version() const {
   return whole;
 }
 
-// The place of the chunk in the version's slot; null if the slot has another version by now.
+// The place of the chunk in the version's slot; null if own_slot is empty, because the slot has another
+// version by now. A chunk of tied parameters always has a place, in tied_slots.
 std::byte* ShardExchange::place_of(const ExchangeChunk& chunk, std::optional<SlotIndex> own_slot,
                                    WeightVersion version) const {
   if (chunk.is_tied) {

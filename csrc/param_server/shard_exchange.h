@@ -1,7 +1,8 @@
 // Does one owner's side of the exchange of a stage's shards; the owner is a replica or a spare. It receives
 // the gradients that other replicas push and makes their mean. It sends each chunk of the owner's next
-// version as soon as the chunk is made. It lands the chunks of other owners' versions where forwards read
-// them. A round is the minibatches whose gradients make one update (schedule/rounds.h).
+// version as soon as the chunk is made, or with spares after the owner's pushes. It lands the chunks of other
+// owners' versions where forwards read them. A round is the minibatches whose gradients make one update
+// (schedule/rounds.h).
 //
 //   round t           caller        what happens here
 //   SEND push         the worker    give() for each gradient; push_given() during the backward and after it;
@@ -45,9 +46,9 @@ struct OwnGradients {
   std::int64_t num_summed = 0;  // microbatches
 };
 
-// The mean gradient of a piece, or the gradients from which the caller makes the mean, in the order of the
-// replicas. Empty if no replica has a gradient. place: memory of a received item that the mean may overwrite;
-// without data if there is no such memory.
+// The gradients of a piece, in the order of the replicas; no parts if no replica has a gradient. place:
+// memory of a received item that the mean may overwrite; without data if there is no such memory. is_mean:
+// the mean is made already, and lies in `place`. Otherwise the caller makes it from the parts.
 struct PieceGradients {
   std::vector<TensorView> parts;
   TensorView place;
@@ -70,9 +71,9 @@ class ShardExchange {
   // The end of the data, if the last begin_push_from() received it instead of a gradient. It has the number
   // of minibatches and the events due at the end of the run.
   [[nodiscard]] std::optional<ItemFields> take_end() { return std::exchange(told_end_, std::nullopt); }
-  // Sends the end of the data to the other owners over the push channels, after all pushes. Otherwise another
-  // owner might wait for a push that does not exist. Once the end is known, call tell_end() before every
-  // other wait.
+  // Sends the end of the data to the other owners over the channels of pushes or factors, after all pushes.
+  // Otherwise another owner might wait for a push that does not exist. Once the end is known, call tell_end()
+  // before every other wait.
   [[nodiscard]] Result<bool> tell_end(std::int64_t num_minibatches, std::uint8_t boundary_events,
                                       Deadline deadline);
   // Receives the other owner's shard of the next version. True once the shard's chunks are in the version's
@@ -93,7 +94,8 @@ class ShardExchange {
   [[nodiscard]] Result<bool> push_factors(const std::vector<TensorView>& factors,
                                           const std::shared_ptr<void>& owner, std::int64_t num_summed,
                                           Deadline deadline);
-  // Called when all gradients of the round are given and sent. Keeps the gradients for the round's update.
+  // Called when all gradients of the round are given and sent. Keeps the gradients for the round's update,
+  // except with asynchronous shards, where the worker applies its own gradients.
   void end_push(std::int64_t round, std::int64_t num_summed);
   // Waits until there are at most num_rounds_left rounds whose pushes are not all sent.
   [[nodiscard]] Result<bool> wait_for_pushes(std::int64_t num_rounds_left, Deadline deadline);
@@ -101,7 +103,8 @@ class ShardExchange {
   // Releases gradients that are sent.
   void collect_pushed();
 
-  // An update calls the following functions, in this order.
+  // An update calls begin_update(), begin_version(), mean_of() and publish() for each chunk, and at last
+  // end_version().
   struct RoundGradients {
     std::int64_t num_minibatches = 0;                           // the mean's divisor
     std::vector<std::pair<ReplicaIndex, CarriedItem>> factors;  // from the other replicas
@@ -116,7 +119,8 @@ class ShardExchange {
   // Called once for each chunk, in order, before or after begin_version().
   [[nodiscard]] Result<std::optional<ChunkGradients>> mean_of(std::int64_t chunk, int num_threads,
                                                               Deadline deadline);
-  // Sends the chunk of the new version. The caller has written the chunk to its place in the slot.
+  // Sends the chunk of the new version. The caller has written the chunk to its place in the slot. With
+  // ExchangeSpec::holds_versions the chunk may be sent later, at the latest in end_version().
   [[nodiscard]] Result<bool> publish(std::int64_t chunk, Deadline deadline);
   [[nodiscard]] Result<bool> end_version(Deadline deadline);
   // Notes that the slot now has the next version. An update of an asynchronous shard calls only this

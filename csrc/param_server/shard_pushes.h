@@ -1,5 +1,6 @@
 // Sends ("pushes") one replica's gradients of a round to the owners of the shards. Each owner gets the chunks
-// of its shard in a fixed order. A chunk is sent as soon as all its gradients are given.
+// of its shard in a fixed order. A chunk is sent as soon as all its gradients are given and the chunks before
+// it are sent.
 //
 //   one gradient fills the chunk        the chunk is sent from the gradient's own memory
 //   several gradients share the chunk   they are copied to the round's push slot, and sent from there
@@ -59,8 +60,8 @@ class ShardPushes {
   // Gives the parameter's gradient of the round. A gradient without data counts as missing.
   void give(std::size_t parameter_index, Gradient gradient);
   [[nodiscard]] bool has(std::size_t parameter_index) const;
-  // Sends the chunks whose gradients are all given. num_summed: the number of microbatches whose gradients
-  // are summed in the round.
+  // Sends each owner's next chunks, up to the first chunk with a gradient that is not given. num_summed: the
+  // number of microbatches whose gradients are summed in the round.
   [[nodiscard]] Result<bool> send_complete(std::int64_t num_summed, Deadline deadline);
   // Ends the round, after all its chunks are sent, and returns the gradients by parameter.
   [[nodiscard]] std::vector<Gradient> end_round();

@@ -127,7 +127,8 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     }
     doing_ = *instruction;
     if (!travels(instruction->opcode)) {
-      // A wait notices a failure of the run. This call can return without a wait, so it looks for one here.
+      // A wait notices a failure of the run. This call can return without a wait, so it looks for a failure
+      // here.
       if (const auto failure = wakeup_.failure()) return located(*failure);
       if (is_of_evaluation(instruction->opcode)) {
         const Result<bool> may_begin = wait_to_evaluate(deadline);
@@ -178,8 +179,9 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
   }
 }
 
-// Does the RECV of a push or a pull by the exchange, and goes on to the next instruction. False if the
-// deadline passed. A SEND needs no work here, because the work item before it has sent the items.
+// Does a RECV of a push or a pull by the exchange, and goes on to the next instruction. If the other replica
+// says instead that the data have ended, notes the end. False if the deadline passed. A SEND needs no work
+// here, because an earlier work item has sent its items.
 Result<bool> StageEngine::transfer_between_replicas(const Instruction& instruction, Deadline deadline) {
   if (instruction.opcode == Opcode::kRecv) {
     const Part& part = part_of(instruction.stage);
@@ -276,7 +278,8 @@ std::optional<WorkItem> StageEngine::upcoming() const {
 }
 
 // Returns the slot that a FORWARD or BACKWARD reads. If a stage that does not stash reads a version older
-// than the run's first one, this is the first version's slot, and the worker itself has the older weights.
+// than the run's first one, this is the first version's slot, and the caller of the engine loads the older
+// weights into it.
 SlotIndex StageEngine::slot_read_by(const Instruction& instruction) const {
   const Part& part = part_of(instruction.stage);
   const WeightVersion oldest = part.stashes ? instruction.version : part.rounds.first_version();
@@ -376,7 +379,7 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
     work.read_slot = part.stashes ? slots.acquire(instruction.version) : slot_read_by(instruction);
     part.versions.push_back({instruction.version, instruction.version});
     ++part.num_forwards;
-  } else {  // its version is still there: it is stashed, or no UPDATE comes in between
+  } else {  // its version still has a slot: it is stashed, or no UPDATE has replaced it
     work.read_slot = slot_read_by(instruction);
   }
   if (traits.stash == Stash::kReleased) {
@@ -413,7 +416,8 @@ std::optional<SlotIndex> StageEngine::complete(Opcode opcode, Outgoing made, std
   return freed;
 }
 
-// Releases the version that the current backward reads.
+// Releases the version that the current backward reads. Returns its slot if the version is free now, as
+// complete() says.
 std::optional<SlotIndex> StageEngine::release_version() {
   const Part& part = part_of(doing_.stage);
   if (!part.stashes) return std::nullopt;

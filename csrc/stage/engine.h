@@ -14,10 +14,11 @@
 //
 // The program (transfers.h) says which transfers happen when. Activations and gradients arrive with the work
 // item that needs them and leave with the one that made them. Transfers of tied parameters and norms are work
-// items of their own, SEND and RECV. Transfers between replicas are done by the worker's ShardExchange; only
-// the first SEND of a round's pushes is a work item, which stands for all pushes of the round. A worker has
-// one stage, or several with an interleaved schedule; each work item names its stage. The compute thread owns
-// the engine and makes every call, unless a function says otherwise.
+// items of their own, SEND and RECV. The worker's ShardExchange does the transfers between replicas. Of these
+// only the first SEND of a round's pushes is then a work item, which stands for all pushes of the round. A
+// round is the minibatches of one update. A worker has one stage, or several with an interleaved schedule;
+// each work item names its stage. The compute thread owns the engine and makes every call, unless a function
+// says otherwise.
 #pragma once
 
 #include <array>
@@ -55,8 +56,8 @@ struct WorkItem {
   SlotIndex write_slot;         // kUpdate
   Edge edge;                    // kSend, kRecv
   bool on_device = true;        // the item's tensors are in device memory
-  // The received item that the opcode needs. Absent if the opcode needs none, as in the first stage's
-  // forward. kRecv needs the edge's item; it is absent if the edge has no channel.
+  // The received item that the opcode needs; a kRecv needs the edge's item. Absent if the opcode needs none,
+  // if no item travels to it, as to the first stage's forward, or if the edge has no channel.
   std::optional<ReceivedItem> received;
   std::int64_t num_minibatches = 0;  // set when all is done, like end_events
   std::uint8_t end_events = 0;       // bits of the events due at the end of the run (ItemFields)
@@ -69,8 +70,8 @@ struct StagePart {
 };
 
 // This worker's end of an edge: a channel in either `sends` or `receives`, which outlives the engine. An edge
-// between two stages of this worker has no channel. The worker hands such an edge's items over itself when
-// the engine tells it to.
+// between two stages of this worker has no channel. The caller of the engine hands such an edge's items over
+// itself, when it does the SEND and the RECV.
 struct EdgeChannel {
   Edge edge;
   SendChannel* sends = nullptr;
@@ -151,7 +152,7 @@ class StageEngine {
                                                                  MinibatchId minibatch) const;
   [[nodiscard]] std::vector<Span> spans() const { return times_.spans(); }  // oldest first
   [[nodiscard]] EngineTotals totals() const { return times_.totals(); }
-  // The number of completed work items. Any thread.
+  // The number of completed work items, without SENDs and RECVs. Any thread.
   [[nodiscard]] std::uint64_t num_completed() const { return times_.num_completed(); }
   // The worker's position: the instruction that it waits for or does.
   [[nodiscard]] std::string position() const;

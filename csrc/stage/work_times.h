@@ -14,8 +14,8 @@ namespace pipedream {
 
 // The times of one work item: when it was asked for, when its inputs were there, and when it was completed.
 // compute_ns is the time spent in user code. If the device still works after the completion, add_compute()
-// replaces these times by times of the device: asked is when it ran out of work, ready when it began this
-// item, and completed when it ended the item.
+// replaces these times by times of the device: asked is when the device ran out of work, but not before the
+// item was asked for; ready is when the device began the item, and completed when it ended the item.
 struct Span {
   Opcode opcode = Opcode::kForward;
   StageIndex stage;
@@ -24,7 +24,7 @@ struct Span {
   std::int64_t asked_ns = 0;
   std::int64_t ready_ns = 0;
   std::int64_t completed_ns = 0;
-  // The part of the time from asked_ns to ready_ns in which a channel had nothing for the item.
+  // The part of the time from asked_ns to ready_ns in which the item waited, as add_wait() was told.
   std::int64_t wait_ns = 0;
   std::int64_t compute_ns = 0;
 };
@@ -34,10 +34,10 @@ struct Span {
 inline constexpr std::int64_t kComputedLater = -1;
 
 struct EngineTotals {
-  std::int64_t num_work_items = 0;
-  std::int64_t wait_ns = 0;     // the time in which inputs were awaited
-  std::int64_t compute_ns = 0;  // as the completions reported it
-  std::int64_t elapsed_ns = 0;  // from the first ask() to the last completion
+  std::int64_t num_work_items = 0;  // completed, without SENDs and RECVs
+  std::int64_t wait_ns = 0;         // the sum over these items
+  std::int64_t compute_ns = 0;      // the sum over these items
+  std::int64_t elapsed_ns = 0;      // from the first ask() to the end of the last item
 };
 
 class WorkTimes {
@@ -48,7 +48,7 @@ class WorkTimes {
   // Notes that the caller asks for the next item. May be called again until the item is there.
   void ask();
   [[nodiscard]] bool is_asking() const { return asked_ns_ != 0; }
-  // The item waited for something.
+  // Adds to the time for which the next item waited.
   void add_wait(std::int64_t wait_ns) { wait_ns_ += wait_ns; }
   // Notes that the item has all its inputs and is handed out.
   void begin();
@@ -59,7 +59,7 @@ class WorkTimes {
 
   [[nodiscard]] std::vector<Span> spans() const { return spans_.items(); }  // oldest first
   [[nodiscard]] EngineTotals totals() const { return totals_; }
-  // The number of items that are done. Any thread.
+  // The number of calls of end(). Any thread.
   [[nodiscard]] std::uint64_t num_completed() const { return num_completed_.load(); }
 
  private:

@@ -347,8 +347,8 @@ void Worker::close(double linger_s) {
     sender.channel->collect_released();
     sender.channel->end_placing();
   }
-  // Senders into this worker's memory also stop now. They all share one deadline, so that several senders
-  // that do not stop delay the end only once.
+  // Other workers that map this worker's device memory end now, too. The memory's destructors wait for them,
+  // all with this one deadline, so that several workers that do not end delay this worker only once.
   const Deadline patience_end = Clock::now() + kOpenerPatience;
   for (auto& [name, receiver] : receivers_) {
     if (receiver.shared != nullptr) receiver.shared->wait_until_at_most(patience_end);

@@ -66,12 +66,12 @@ class Worker {
   // is_posted_into: whether items of some channels land in this term, so that other workers of this host must
   // be able to write to its memory.
   void add_term(PoolTerm term, bool is_posted_into = false);
-  // Allocates and pre-faults everything.
+  // Allocates and pre-faults all memory, and makes the channels.
   void seal();
   // Listens on every receive channel, and returns the endpoints by the channels' names.
   [[nodiscard]] std::map<std::string, std::string> listen();
-  // endpoints: the endpoint of every send channel, by the channel's name. Throws a UserError that names a
-  // channel without an endpoint.
+  // endpoints: the endpoint of every send channel, by the channel's name. Throws UserError if an endpoint is
+  // missing or wrong, or if device memory into which a channel places cannot be opened.
   void connect(const std::map<std::string, std::string>& endpoints);
   // True when all channels are open. False at the deadline; then channels_not_open() returns the names of the
   // channels that are not open.
@@ -125,8 +125,8 @@ class Worker {
                                                                  bool counts_as_wait = true);
 
   // The next item of the first channel in the list that has one, and that channel's index in the list.
-  // receive_any() returns nothing at the deadline, and at once after stop_serving(). It is for a thread that
-  // serves requests, and leaves it to other threads to drive the transport.
+  // receive_any() returns nothing at the deadline. After stop_serving() it does not wait. It is for a thread
+  // that serves requests, and leaves it to other threads to drive the transport.
   struct ItemOfAny {
     std::size_t channel_index = 0;
     ReceivedItem item;
@@ -141,8 +141,8 @@ class Worker {
 
   // Tells every peer why this worker stops. Any thread.
   void abort(const std::string& why);
-  // Waits at most linger_s until all items are sent, even items that wait for a credit. Then it stops the
-  // transport. After abort() it does not wait for items. Idempotent.
+  // Waits at most linger_s until all items are sent, even items that wait for a credit. After abort() it does
+  // not wait for items. Then it stops the transport. Idempotent.
   void close(double linger_s);
 
   // Whether the channel's items are in device memory at this worker.
@@ -160,7 +160,8 @@ class Worker {
     std::vector<SentTransfer> sent;
     std::vector<ReceivedTransfer> received;
   };
-  // The transfers by channel, in the order of the items, without items that are not sent yet.
+  // The newest transfers of each channel that records transfers, in the order of the items, without items
+  // that are not sent yet.
   [[nodiscard]] std::map<std::string, Transfers> transfers() const;
   // Waits until all items of channels that record transfers are sent, so that transfers() is complete. False
   // at the deadline or when the run has failed.
@@ -194,7 +195,8 @@ class Worker {
     SlotGroup* slots = nullptr;
     SlotGroup* staging = nullptr;
     SlotGroup* encoded = nullptr;
-    // The memory with the slots that the wire writes. The pool owns it. Null if it is not shared.
+    // The shared memory into which the sender may write: the slots that the wire writes, or the term that the
+    // channel is posted into. The pool owns it. Null if no memory is shared.
     SharedMemory* shared = nullptr;
     std::unique_ptr<ReceiveChannel> channel;
     std::atomic<Link*> link{nullptr};  // atomic, because abort() may be called on any thread
@@ -206,8 +208,8 @@ class Worker {
   [[nodiscard]] bool is_staged(const ChannelSpec& spec) const;
   [[nodiscard]] bool shares_memory() const;
   [[nodiscard]] PoolTerm staging_term(const ChannelSpec& spec) const;
-  // Adds the channel's term for encoded items. Null if nothing is encoded or the encoding is not done on a
-  // device.
+  // Adds the channel's term for encoded items to the pool, and returns its slots. Null if the channel encodes
+  // nothing, or encodes straight into staging memory.
   [[nodiscard]] SlotGroup* add_encoded(const ChannelSpec& spec);
   [[nodiscard]] LinkIdentity identity(std::uint32_t channel_id) const;
   [[nodiscard]] SharedMemoryUse shared_use(const ChannelSpec& spec) const;

@@ -26,7 +26,7 @@ struct WorkerOptions : TransportOptions {
   std::string device = "host";    // or "cuda:0"
   std::string transport = "zmq";  // or "inproc"
   std::string libzmq_path;        // empty: chosen as make_zmq_transport() says
-  bool checksums = false;         // whether every payload has a CRC-32C; a receiver checks it in any case
+  bool checksums = false;  // whether sent payloads get a CRC-32C; a receiver checks each one that comes
   std::uint64_t run_id = 0;
   std::uint32_t incarnation = 0;
   std::uint64_t plan_hash = 0;
@@ -48,7 +48,7 @@ inline constexpr const char* kStagingTerm = "staging, ";
 inline constexpr const char* kResidualTerm = "residual, ";
 inline constexpr const char* kEncodedTerm = "encoded, ";
 
-// A channel of this worker. Both ends must give the same name, channel_id and item. A receiver has
+// A channel of this worker. Both ends must give the same name, channel_id, item and codec. A receiver has
 // num_items_max slots.
 struct ChannelSpec : ChannelOptions {
   ChannelSpec() { num_items_max = 2; }

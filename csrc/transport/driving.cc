@@ -89,7 +89,7 @@ bool TransportCore::begin_driving() {
 
 // Tells the board of rings (ring_board.h) which frames must ring the bell for the threads that sleep now.
 // Returns true if such a frame is there already. Called under the mutex whenever a thread goes to sleep or
-// wakes.
+// wakes, and by want_all().
 bool TransportCore::listen_for_bells() {
   if (board_ == nullptr) return false;
   const bool somebody_sleeps = !driven_ && (waiter_sleeps_ || thread_sleeps_);
@@ -246,7 +246,8 @@ bool TransportCore::drive_as_waiter(const std::function<bool()>& done) try {
 
 // ---- The tasks of a turn: on the thread that drives the transport ----
 
-// Runs all queued tasks. Returns the stop that was requested before they were taken.
+// Notes the descriptors that are readable, and runs all queued tasks. Returns the stop that was requested
+// before the tasks were taken.
 TransportCore::Stop TransportCore::run_tasks() {
   Stop stop;
   {

@@ -32,8 +32,8 @@ class FrameRings {
   // Throws UserError when memory is short. Null when the board has no link number left.
   [[nodiscard]] static std::unique_ptr<FrameRings> make(const LinkIdentity& identity, RingBoard& board,
                                                         bool is_quick);
-  // Called by the connector. Null when the memory or the other side's board cannot be opened; then the
-  // connection carries all frames.
+  // Called by the connector. Null when the memory or the other side's board cannot be opened, or when this
+  // side's board has no link number left. Then the connection carries all frames.
   [[nodiscard]] static std::unique_ptr<FrameRings> open(const std::string& address,
                                                         const LinkIdentity& identity, RingBoard& board,
                                                         bool is_quick);

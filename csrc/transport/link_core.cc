@@ -62,8 +62,8 @@ void LinkCore::send(OutgoingFrame frame) {
   }
   const std::optional<Failure> violation = find_violation(header);
   PD_CHECK(!violation, options_.name << ": " << violation->message);
-  // Sends at once on the driving thread. Tasks run in order, so earlier frames of other threads have been
-  // submitted already.
+  // Sends at once on the driving thread. A posted function that sends runs after all tasks queued before it,
+  // so the frames among these have been submitted already.
   if (transport_.is_driven_here()) return submit(HeldFrame(std::move(frame)));
   transport_.enqueue([this, held = HeldFrame(std::move(frame))]() mutable { submit(std::move(held)); });
 }
@@ -182,7 +182,7 @@ void LinkCore::submit(HeldFrame frame) {
   } else if (state_ == State::kConnecting && !closing_) {
     waiting_.push_back(std::move(frame));
   }
-  // In all other states the link has closed or failed, and the frame is destroyed here.
+  // In all other cases the link has failed, or it closes or has closed. The frame is destroyed here.
 }
 
 void LinkCore::transmit(HeldFrame frame) {

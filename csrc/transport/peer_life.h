@@ -15,13 +15,13 @@ namespace pipedream {
 
 class PeerLife {
  public:
-  // silence_max: the longest time without any arrival after which a peer still counts as alive.
+  // silence_max: a peer counts as silent after this time without any arrival.
   explicit PeerLife(Clock::duration silence_max) : silence_max_(silence_max) {}
 
   // Notes that a frame has arrived on one of the peer's links.
   void hear_frame() { ++num_frames_; }
-  // Notes that the peer counts as alive at `time`: a link has opened, bytes of a frame have arrived, or this
-  // side was held up and could not look.
+  // Notes that the peer counts as alive at `time`: a link has opened, bytes of a frame have arrived, no link
+  // waits for the peer, or this side was held up and could not look.
   void hear_at(Deadline time) { deadline_ = std::max(deadline_, time + silence_max_); }
 
   // When the peer will count as silent if nothing more arrives.

@@ -1,6 +1,6 @@
-// A process's board says which of its rings (frame_rings.h) have frames, and for which of these frames the
-// process wants to be woken. It lies in memory that the process's peers on the host map, too. So the thread
-// that drives the transport reads only the rings of links with new frames.
+// A transport's board says which of its rings (frame_rings.h) have frames, and for which of these frames one
+// of its threads wants to be woken. The board lies in memory that the peers on this host map, too. So the
+// thread that drives the transport reads only the rings of links with new frames.
 //
 //   sender                              receiver's driving thread   receiver's thread that goes to sleep
 //
@@ -68,7 +68,8 @@ class RingBoardOfPeer {
 // transport.
 class RingBoard {
  public:
-  // The most links that a transport may ever have, half of them quick ones (LinkHandler::is_quick()).
+  // The most numbers that a board ever gives to links, half of them to quick ones (LinkHandler::is_quick()).
+  // A link without a number has no rings.
   static constexpr std::uint32_t kNumLinksMax = 4096;
 
   RingBoard();  // throws UserError

@@ -26,7 +26,8 @@
 
 namespace pipedream {
 
-// The channel that receives into the memory, and the size that both sides plan for each slot.
+// The use of the memory: the channel that receives into it, and the size that both sides plan for each slot.
+// Memory of no channel, such as a board (ring_board.h), has values that no channel has.
 struct SharedMemoryUse {
   LinkIdentity identity;
   std::uint64_t slot_bytes = 0;
@@ -58,7 +59,7 @@ class SharedMemory {
   [[nodiscard]] static std::unique_ptr<SharedMemory> make_on(Device& device, std::size_t num_bytes,
                                                              const SharedMemoryUse& use,
                                                              std::string* why = nullptr);
-  // Opens memory that was made by make_on() on a device of the same kind.
+  // Opens memory that was made by make_on() on a device of the same kind. Null in the same cases as open().
   [[nodiscard]] static std::unique_ptr<SharedMemory> open_on(Device& device, const std::string& address,
                                                              const SharedMemoryUse& use,
                                                              std::string* why = nullptr);

@@ -153,8 +153,8 @@ struct TransportOptions {
   // the key in the endpoint, and only if that key is allowed. Without keys a connector must say the
   // endpoint's token, unencrypted.
   std::optional<CurveKeys> keys;
-  // Allows links without keys beyond loopback: a listener may bind to any address, and a connector may
-  // connect to any address.
+  // Allows links without keys beyond loopback: a listener may then bind, and a connector connect, to an
+  // address that other hosts can reach.
   bool insecure = false;
   // Whether frames without a payload travel through shared memory. They do if both transports are on one host
   // and both have this option.
@@ -205,9 +205,10 @@ class Transport {
   // Runs the function on the thread that drives the transport, after all earlier posts. After shutdown() the
   // function is dropped.
   virtual void post(std::function<void()> function) = 0;
-  // Does post(). Then, if no thread drives and this thread may, drives until no posted function is left. So
-  // frames that `function` sends are on their way when this call returns. Never waits: if another thread
-  // drives, that thread runs the function. The caller holds no mutex that a handler takes.
+  // Does post(). Then, if no thread drives and this thread may, it runs the posted functions. So frames that
+  // `function` sends are on their way when this call returns. Never waits: if another thread drives, or the
+  // transport thread must drive next, that thread runs the function. The caller holds no mutex that a handler
+  // takes.
   virtual void post_and_drive(std::function<void()> function) = 0;
   // Does post() without waking a thread. The calling thread must soon call drive_posted(), drive in another
   // way, or wait.
@@ -219,7 +220,7 @@ class Transport {
   // to do. For threads that wait for the result of a handler. done() is called first of all, after every
   // turn, at the deadline and after interrupt(), and never again once it was true. No lock that post() takes
   // is held then. Returns false at once if this thread cannot drive: another thread is in drive_until(), this
-  // one drives already, or it is passive.
+  // one drives a transport already or is passive, or this process is a child of fork().
   [[nodiscard]] virtual bool drive_until(Deadline deadline, const std::function<bool()>& done) = 0;
   // Makes the thread in drive_until() call done() again. Any thread.
   virtual void interrupt() = 0;
@@ -235,10 +236,12 @@ class Transport {
 };
 
 // libzmq is loaded at run time: libzmq_path, else $PIPEDREAM_LIBZMQ, else the system's libzmq.so.5.
-// Throws UserError naming what was tried when it cannot be loaded or is older than 4.3.
+// Throws UserError naming what was tried when it cannot be loaded or is not version 4.3 or a later 4.x, and
+// for keys that are wrong.
 [[nodiscard]] std::unique_ptr<Transport> make_zmq_transport(const TransportOptions& options,
                                                             const std::string& libzmq_path = "");
-// A new pair of Z85 keys: public, then secret. libzmq_path: as for make_zmq_transport().
+// A new pair of Z85 keys: public, then secret. libzmq_path: as for make_zmq_transport(). Throws UserError
+// also if libzmq was built without CURVE.
 [[nodiscard]] std::pair<std::string, std::string> make_curve_keys(const std::string& libzmq_path = "");
 // A transport that connects to other transports of the same process. Its endpoints look like "inproc://7".
 [[nodiscard]] std::unique_ptr<Transport> make_inproc_transport(const TransportOptions& options);

@@ -60,7 +60,7 @@ enum class Driver {
 
 class TransportCore : public Transport {
  public:
-  // Throws UserError when peer_timeout_s is not positive.
+  // Throws UserError unless peer_timeout_s is above 0 and at most 1e6.
   explicit TransportCore(TransportOptions options);
   ~TransportCore() override;
 
@@ -95,7 +95,8 @@ class TransportCore : public Transport {
   [[nodiscard]] static bool is_any_driven_here();
 
   // Makes the transport thread take a turn soon, for deadlines and for work that other threads have no time
-  // for. No other thread begins to drive before this turn. Called on the thread that drives the transport.
+  // for. No other thread begins to drive before this turn. Called on the thread that drives the transport, or
+  // under the mutex.
   void need_thread() { needs_thread_.store(true); }
   // await_hello() is called when a link begins to wait for its HELLO, note_ended() when a link has ended.
   // Both call need_thread().

@@ -1,7 +1,7 @@
-# The types of the C++ core. Each function and class has the name of the one in csrc/ that it binds, and the
-# header there describes it. Docstrings here give what differs in Python: the entries of tuples, None, and
-# functions that exist only in csrc/bindings. Capsules are DLPack capsules. Times are in nanoseconds on the
-# monotonic clock.
+# The types of the C++ core. Most functions and classes have the name of the one in csrc/ that they bind, and
+# the header there describes them. Docstrings here give what differs in Python: the entries of tuples, None,
+# and functions that exist only in csrc/bindings. Capsules are DLPack capsules. Times whose names and
+# docstrings give no unit are in nanoseconds on the monotonic clock.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +44,7 @@ class OpcodeTraits:
     def writes_version(self) -> bool: ...
     @property
     def scope(self) -> str:
-        """The kind of number that an instruction has: "microbatch", "round" or "boundary"."""
+        """The thing that an instruction's numbers name: "microbatch", "round" or "boundary"."""
     @property
     def stash(self) -> str:
         """The effect on the microbatch's stash: "none", "kept", "restored" or "released"."""
@@ -249,7 +249,7 @@ def exclusions() -> list[tuple[str, str, str, str]]:
     remedy."""
 
 def trait_names() -> dict[str, str]:
-    """Returns by key the names with which a table for users names the traits."""
+    """Returns the name of each trait in tables for users, by the trait's key."""
 
 def num_microbatches_min(schedule: str, in_flight: Sequence[int], placement: Placement) -> int: ...
 def drains_every_minibatch(options: ScheduleOptions) -> bool: ...
@@ -392,7 +392,7 @@ class StageDurations:
         differ from the first's, which finds a new version and no gradients yet. None: as the first's.
     sync_latency_ms: latency that every push and pull adds.
     num_replicas: number of the stage's replicas. Owners with higher numbers are spares. None: no spares.
-    spare_push_ms: time of a push to a spare.
+    spare_push_ms, spare_update_ms: time of a push to a spare, and of an update by a spare.
     spare_pull_ms: time that a pull from a spare still takes after all pushes have arrived. A spare sends new
         chunks while it receives gradients, so part of the pull is done by then.
     num_chunks: number of equal chunks in which a shard is sent. The owner updates a chunk and sends its new
@@ -437,7 +437,8 @@ class BoundaryDurations:
     """How long one microbatch's tensors take to cross a boundary, downstream and upstream, in milliseconds.
 
     latency_ms: time that every crossing adds. Meanwhile the link may already carry the next tensors. Tied
-        parameters and norms are assumed to take no time. Traffic between replicas is in StageDurations.
+        parameters and norms are assumed to take only this time. Traffic between replicas is in
+        StageDurations.
     """
 
     def __init__(self, activation_ms: float, gradient_ms: float, latency_ms: float = 0.0) -> None: ...
@@ -487,7 +488,8 @@ def simulate(
 def summarize(
     programs: Sequence[Sequence[Instruction]], spans_ms: Sequence[Sequence[tuple[float, float]]]
 ) -> tuple[float, float, float | None, float | None]:
-    """Returns (makespan_ms, bubble_share, steady_bubble_share, ms_per_minibatch)."""
+    """Returns (makespan_ms, bubble_share, steady_bubble_share, ms_per_minibatch). The last two are None if
+    there are too few minibatches for a steady state."""
 
 def replica_weight_bytes(
     all_bytes: float,
@@ -565,7 +567,7 @@ def deal_shards(
 
 SHARD_CHUNK_BYTES_MIN: int  # the most bytes of a chunk if the shard is small or the stage has spares
 EVALUATED_MINIBATCHES_MAX: int  # the most validation minibatches of one evaluation
-NUM_EVALUATION_SLOTS: int  # validation minibatches that wait at a receiving stage at most
+NUM_EVALUATION_SLOTS: int  # the most validation minibatches that wait at a receiving stage
 NUM_SPARE_SLOTS: int  # slots in which a spare receives one replica's chunks
 
 def shard_chunk_bytes_max(shard_bytes: int) -> int: ...
@@ -665,8 +667,8 @@ class WorkItem:
     edge: Edge | None
     """The edge of a SEND or a RECV; None for other kinds."""
     tensors: list[Any]
-    """FORWARD and EVALUATE: activations from upstream. BACKWARD: gradients from downstream. RECV: the edge's
-    tensors, none if both ends are at this worker."""
+    """FORWARD and EVALUATE: activations from upstream, none at the first stage. BACKWARD: gradients from
+    downstream, none at the last stage. RECV: the edge's tensors, none if both ends are at this worker."""
     data_fingerprint: int
     gradients_overflowed: bool
     is_empty: bool
@@ -713,7 +715,7 @@ class TensorExchange:
     def by_table(self) -> bool: ...
     def fingerprint(self, tensors: list[Any], /) -> int | None:
         """Returns a 64-bit fingerprint of the tensors with their dtypes and shapes. None: a tensor is not
-        contiguous host memory."""
+        contiguous in host memory, its memory does not hold its values, or it cannot be borrowed."""
 
 class ReceivedItem:
     @property
@@ -721,7 +723,7 @@ class ReceivedItem:
     @property
     def is_end(self) -> bool: ...
     def take_tensors(self) -> list[Any]:
-        """Returns one capsule per tensor. A second call returns none."""
+        """Returns one capsule per tensor. A second call returns an empty list."""
 
 class Worker:
     def __init__(
@@ -798,7 +800,8 @@ class Worker:
         num_spans_max: int = 50000,
     ) -> None: ...
     def next_work(self) -> WorkItem:
-        """Waits for the first work item, or for the item after end_of_data(). Raises RunFailure."""
+        """Waits for the first work item, or for the item after end_of_data() or evaluate_first(). Raises
+        RunFailure."""
     def advance(
         self,
         tensors: list[Any],
@@ -807,7 +810,8 @@ class Worker:
         while_waiting: Callable[[WorkItem | None], None] | None,
         /,
     ) -> WorkItem:
-        """Completes the work item, which made these tensors, and waits for the next item. Empties the list.
+        """Completes the work item, which made these tensors, and waits for the next item. Empties the list of
+        tensors.
 
         while_waiting: called if the next item is not there yet, with the item without its tensors, or with
         None if the item is unknown."""

@@ -1,6 +1,6 @@
 // Implements the codecs for CUDA. They are memory bound, so the kernels are plain grid-stride loops. They
-// write whole words, because `encoded` may be in pinned host memory. See codec_math.h for the arithmetic. The
-// compiler does not contract multiply-adds, so the bits are those of the host.
+// write whole words where they can, because `encoded` may be in pinned host memory. See codec_math.h for the
+// arithmetic. The compiler does not contract multiply-adds, so the bits are those of the host.
 //
 // topk needs these launches, in stream order. A bucket holds all keys that begin with the same digits.
 //   1 count   one launch per digit: counts the keys of the bucket chosen so far by their next digit. The

@@ -58,7 +58,8 @@ struct EndDelivery {
 };
 using CountedDelivery = std::unique_ptr<DeliveryCount, EndDelivery>;
 
-// A frame in the receiver's task queue. It is destroyed before `counted` counts it as delivered.
+// A frame in the receiver's task queue. `frame` is the last member, so it is destroyed before `counted`
+// counts the delivery as over.
 struct Delivery {
   void operator()();
 

@@ -31,13 +31,15 @@ using CurveKey = std::array<unsigned char, kCurveKeyBytes>;
 // Decodes a key from Z85 text (ZeroMQ RFC 32). Empty if the text is not a key.
 [[nodiscard]] std::optional<CurveKey> decode_curve_key(std::string_view text);
 
-// Throws UserError naming the key that is malformed, a pair that does not match, or a libzmq without CURVE.
+// Throws UserError naming the key that is malformed, a pair that does not match, an empty list of allowed
+// keys, or a libzmq without CURVE.
 void check_curve_keys(const CurveKeys& keys, const LibZmq& zmq);
 
 // The allowed keys, which check_curve_keys() has checked.
 [[nodiscard]] std::vector<CurveKey> allowed_curve_keys(const CurveKeys& keys);
 
-// Throws UserError unless both ends have keys that may talk to each other, or neither has keys.
+// Throws UserError unless neither end has keys, or both have and `keys` allows the listener's key,
+// server_key.
 void check_server_key(const std::optional<CurveKeys>& keys, const std::string& server_key,
                       const std::string& address);
 

@@ -115,8 +115,8 @@ struct LibZmq {
   [[nodiscard]] std::string last_error() const;
 };
 
-// Loads `path`, else $PIPEDREAM_LIBZMQ, else the system's libzmq.so.5. Throws UserError naming what was
-// tried.
+// Loads `path`, else $PIPEDREAM_LIBZMQ, else the system's libzmq.so.5. Throws UserError naming what was tried
+// if it cannot be loaded or has the wrong version.
 [[nodiscard]] const LibZmq& load_libzmq(const std::string& path);
 
 }  // namespace pipedream

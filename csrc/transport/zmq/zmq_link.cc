@@ -71,7 +71,7 @@ int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds * 
 // traffic of a training.
 bool is_urgent(FrameKind kind) { return kind != FrameKind::kTensor && kind != FrameKind::kCredit; }
 
-// Called on libzmq's I/O thread, or on the thread that drives the transport if the message was never sent.
+// Called on a thread of libzmq, or on the thread that drives the transport if the message was never sent.
 void release_payload(void* /*data*/, void* hint) {
   const PassiveScope on_a_thread_of_libzmq;
   auto* const sent = static_cast<SentPayloads::Payload*>(hint);

@@ -16,7 +16,7 @@
 // ZMQ_EVENTS showed no message.
 //
 // The credits of the channels bound the queues. High-water marks are off: they count messages, and a full
-// socket would block the thread that drives the transport.
+// socket would refuse a message as a socket without a connection does.
 #pragma once
 
 #include <atomic>
@@ -43,8 +43,8 @@ class ZmqReceived;
 // The descriptor that becomes readable on activity of the socket; the head of this file says how to read it.
 [[nodiscard]] int descriptor_of(const LibZmq& zmq, void* socket);
 
-// Payloads that libzmq still reads. Places are reused, so memory is allocated only when libzmq holds more
-// payloads than ever before. Any thread.
+// Payloads that libzmq still reads. Payload objects are reused, so memory is allocated only when libzmq holds
+// more payloads than ever before. Any thread.
 class SentPayloads {
  public:
   struct Payload {
