@@ -24,10 +24,10 @@ namespace pipedream {
 [[nodiscard]] pybind11::capsule to_capsule(const TensorView& tensor, DeviceType device, int device_index,
                                            std::shared_ptr<void> owner);
 
-// Consumes the capsules. The views are valid while the owner lives. The owner may die on any thread, and the
-// framework takes the GIL if it needs the GIL. Throws UserError, which begins with the text of where(), for a
-// tensor that is not contiguous or not on the device, or has too many dimensions or a dtype that cannot be
-// sent.
+// from_capsules() consumes the capsules. The views are valid while the owner lives. The owner may die on any
+// thread, and the framework takes the GIL if it needs the GIL. Throws UserError, which begins with the text
+// of where(), for a tensor that is not contiguous or not on the device, or has too many dimensions or a dtype
+// that cannot be sent.
 struct Borrowed {
   std::vector<TensorView> tensors;
   std::shared_ptr<void> owner;

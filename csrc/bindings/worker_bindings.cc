@@ -435,7 +435,7 @@ class PyWorker {
   std::shared_ptr<TensorExchange> exchange_;  // set by start()
   Opcode doing_ = Opcode::kForward;
   bool on_device_ = true;                // whether the current item's tensors are on the device
-  std::set<std::string> staging_terms_;  // in pinned host memory
+  std::set<std::string> staging_terms_;  // the terms in pinned host memory, by name
 };
 
 void bind_worker(py::module_& module) {

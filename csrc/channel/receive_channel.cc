@@ -139,7 +139,8 @@ void ReceiveChannel::grant_free_slots() {
 // Grants one slot. False when there is nothing to grant.
 bool ReceiveChannel::grant_slot() {
   if (takes_posts() && !has_post_to_grant()) return false;
-  // Counted before the slot is leased, because all_slots_held() reads both.
+  // Counted before the slot is leased. Otherwise all_slots_held() could find neither a free nor a granted
+  // slot in between.
   if (num_granted_.fetch_add(1) < kNumGrantsMax) {
     if (auto slot = slots_.try_lease()) {
       ReceivedSlot& received = received_slots_->at(static_cast<std::size_t>(slot->slot().value()));
@@ -377,8 +378,8 @@ std::byte* ReceiveChannel::encoded_at(std::size_t tensor_index) const {
   return encoded_.valid() ? encoded_.data() + layout_.offset_bytes(tensor_index) : nullptr;
 }
 
-// Keeps the time and the size of the first chunk. arrival_ns() estimates from the later chunks how long the
-// first chunk took to arrive.
+// Counts the item's bytes, and keeps the time and the size of its first chunk. arrival_ns() estimates from
+// the later chunks how long the first chunk took to arrive.
 void ReceiveChannel::note_arrival(std::size_t num_bytes) {
   if (num_item_bytes_ == 0) {
     first_arrival_ns_ = now_ns();

@@ -107,8 +107,8 @@ class Wakeup {
   }
 
   // The compute thread calls begin_item() and end_item() around each work item. Functions that it gives to
-  // post_with_item() in between wait for end_item(), unless another thread drives. Then they run together
-  // with the sends of the work item.
+  // post_with_item() in between run at end_item(), together with the sends of the work item, unless another
+  // thread that drives runs them earlier.
   void begin_item() { item_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed); }
   void end_item() {
     item_thread_.store({}, std::memory_order_relaxed);

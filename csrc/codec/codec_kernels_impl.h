@@ -55,7 +55,7 @@ void encode_int8_block(std::size_t count, const float* __restrict values, std::b
 
 template <class T>
 void encode_int8_block(std::size_t count, const T* __restrict values, std::byte* __restrict encoded) {
-  float numbers[kInt8Block];  // rounding float64 to float32 loses nothing that int8 would keep
+  float numbers[kInt8Block];  // float64 is rounded to float32 first, because the scale is a float32
   for (std::size_t i = 0; i < count; ++i) numbers[i] = static_cast<float>(number_of(values[i]));
   encode_int8_block(count, static_cast<const float*>(numbers), encoded);
 }

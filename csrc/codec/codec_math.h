@@ -71,7 +71,7 @@ PD_ELEMENT constexpr int next_digit_shift(int shift) {
 }
 
 // The host samples a tensor in runs of neighbouring elements. The tensor is cut into equal parts, and each
-// part gives one run of kTopKRunElements elements. A small tensor has few runs.
+// part gives one run of kTopKRunElements elements. A small tensor has few runs or none.
 constexpr std::size_t kTopKRunElements = 16;
 constexpr std::size_t kTopKSampleMax = 4096;
 constexpr std::size_t kTopKSampledShare = 32;  // at most 1 element in 32 is sampled

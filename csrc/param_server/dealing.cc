@@ -54,7 +54,7 @@ std::vector<ShardChunk> deal_ranges(const WeightLayout& layout, const Shares& sh
   const std::size_t chunk_bytes_max = are_equal ? shard_chunk_bytes_max(shard_bytes) : kShardChunkBytesMin;
   const std::size_t num_turns = std::max<std::size_t>(1, divide_up(shard_bytes, chunk_bytes_max));
   std::vector<ShardChunk> chunks;
-  std::size_t dealt = 0;  // the shares that are dealt
+  std::size_t dealt = 0;  // the sum of the shares that are dealt so far
   for (std::size_t turn = 0; turn < num_turns; ++turn) {
     for (std::size_t shard = 0; shard < shares.size(); ++shard) {
       const std::size_t begin = num_units * dealt / (num_turns * of_turn) * kParameterAlignment;

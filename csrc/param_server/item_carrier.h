@@ -47,7 +47,7 @@ class ItemCarrier {
   [[nodiscard]] virtual Result<bool> wait_until_sent(const std::string& channel, std::size_t num_left_max,
                                                      Deadline deadline) = 0;
 
-  // Lets the next items of a channel without slots land in these places.
+  // Lets the next items of a channel whose slots have no memory land in these places.
   virtual void post(const std::string& channel, std::span<const std::span<std::byte>> places) = 0;
   // copy(), zero() and read() run in the order of the device's work. copy() may read host memory, too. When
   // read() returns, the bytes are in host memory.

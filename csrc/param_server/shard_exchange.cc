@@ -25,7 +25,7 @@ ShardExchange::ShardExchange(ExchangeSpec spec, ItemCarrier& carrier)
   for (const auto& [other, peer] : spec_.peers) newest_pulled_[other] = first_;
 }
 
-// Pushes to others.
+// Pushes to other owners.
 
 Result<bool> ShardExchange::push_factors(const std::vector<TensorView>& factors,
                                          const std::shared_ptr<void>& owner, std::int64_t num_summed,
@@ -50,7 +50,7 @@ void ShardExchange::end_push(std::int64_t round, std::int64_t num_summed) {
   own_of_rounds_[round] = std::make_shared<OwnGradients>(OwnGradients{std::move(gradients), num_summed});
 }
 
-// Pushes of others.
+// Pushes from other replicas.
 
 Result<bool> ShardExchange::begin_push_from(ReplicaIndex other, std::int64_t round, SlotIndex write_slot,
                                             Deadline deadline) {

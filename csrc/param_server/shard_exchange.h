@@ -81,8 +81,8 @@ class ShardExchange {
   [[nodiscard]] Result<bool> pull_from(ReplicaIndex other, Deadline deadline);
 
   // give() takes one of this replica's gradients of the round; each is given once. push_given() sends the
-  // chunks whose gradients are all given. num_summed: the number of microbatches whose gradients are summed
-  // in the round.
+  // chunks that are complete by now (ShardPushes::send_complete()). num_summed: the number of microbatches
+  // whose gradients are summed in the round.
   void give(std::size_t parameter_index, Gradient gradient) {
     pushes_.give(parameter_index, std::move(gradient));
   }

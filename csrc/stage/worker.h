@@ -78,8 +78,8 @@ class Worker {
   [[nodiscard]] Result<bool> wait_open(Deadline deadline);
   [[nodiscard]] std::vector<std::string> channels_not_open() const;
 
-  // A slot of a term (a group of equal slots in the pool), leased for the worker's life. `pool` keeps the
-  // memory alive.
+  // A slot of a term (a group of equal slots in the pool). It is leased as long as this object lives, and
+  // `pool` keeps the memory alive.
   struct HeldSlot {
     std::shared_ptr<Pool> pool;
     Lease lease;
@@ -115,8 +115,8 @@ class Worker {
                                              Deadline deadline);
   // Destroys the keep_alives of items that are sent.
   void collect_released(const std::string& channel) { sender(channel).channel->collect_released(); }
-  // Posts the places where the channel's next items will land; the channel has no slots. Each place is a part
-  // of the term that the channel is posted into, and has exactly the item's bytes.
+  // Posts the places where the channel's next items will land, because the channel's slots have no memory.
+  // Each place is a part of the term that the channel is posted into, and has exactly the item's bytes.
   void post_items(const std::string& channel, std::span<const std::span<std::byte>> places);
   // Receives the channel's next item; nothing at the deadline. counts_as_wait: whether the time is added to
   // the engine's wait. Pass false if the caller counts it as its own time.

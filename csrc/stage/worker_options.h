@@ -59,8 +59,8 @@ struct ChannelSpec : ChannelOptions {
   // tested before that the sender can.
   bool places_on_device = false;
   std::int64_t num_residuals = 1;  // of a sender: slots for the codec's residuals, used in turn
-  // For a receiving channel: the name of a term in host memory. If it is set, the channel has no slots, and
-  // post_items() names the place in this term where each item will land.
+  // For a receiving channel: the name of a term in host memory. If it is set, the channel's slots have no
+  // memory, and post_items() names the place in this term where each item will land.
   std::string posted_into{};
 };
 

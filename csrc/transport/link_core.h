@@ -163,10 +163,10 @@ class LinkCore : public Link {
   State state_ = State::kConnecting;
   bool closing_ = false;  // whether to say BYE as soon as the link is open
   bool said_hello_ = false;
-  std::deque<HeldFrame> waiting_;  // frames that were sent before the link was open
-  std::uint64_t next_sent_ = 0;    // sequence numbers
-  std::uint64_t next_received_ = 0;
-  std::optional<Deadline> hello_deadline_;    // set once the peer is known to be there
+  std::deque<HeldFrame> waiting_;             // frames that were sent before the link was open
+  std::uint64_t next_sent_ = 0;               // the sequence number of the next frame that is sent
+  std::uint64_t next_received_ = 0;           // the sequence number of the next frame that is due
+  std::optional<Deadline> hello_deadline_;    // set by await_hello()
   int num_beats_without_pulse_ = 0;           // beats that came since the last beat with a pulse
   std::uint64_t num_work_items_of_peer_ = 0;  // as its last BEAT said
   bool looked_for_hello_ = false;             // whether arrived bytes were read once more after the deadline

@@ -50,7 +50,7 @@ void set_bits(std::atomic<std::uint64_t>& word, std::uint64_t bits, bool value) 
 
 }  // namespace
 
-// ---- A peer's ----
+// ---- A peer's board ----
 
 RingBoardOfPeer::RingBoardOfPeer(std::unique_ptr<SharedMemory> memory, std::unique_ptr<BellRope> rope)
     : memory_(std::move(memory)),
@@ -80,7 +80,7 @@ void RingBoardOfPeer::tell(std::uint32_t number, bool is_urgent) {
   if (plan_.wish.exchange(kNoWish) != kNoWish) rope_->ring();
 }
 
-// ---- One's own ----
+// ---- A transport's own board ----
 
 RingBoard::RingBoard()
     : memory_(SharedMemory::make(sizeof(RingBoardPlan), kUse)),

@@ -103,7 +103,7 @@ struct LinkCounters {
 enum class Patience {
   kNone,
   kUntilOneWaits,   // until a thread is in drive_until() or drives for another reason
-  kUntilOneDrives,  // until some thread drives; no thread waits for them
+  kUntilOneDrives,  // until some thread drives, because no thread waits for them
 };
 
 class Link {

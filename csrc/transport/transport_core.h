@@ -130,7 +130,8 @@ class TransportCore : public Transport {
   // (watch.h). Both reading and writing may consume the report of further traffic. So a link that was read or
   // written is read until it is empty, or it stays marked and the transport thread is woken for it.
   virtual void note_ready(std::uint64_t name) = 0;
-  // Reads from each link that may have traffic, up to a bounded number of frames.
+  // Reads from each link that may have traffic, up to a bounded number of frames. A poster reads only from
+  // the links of quick handlers.
   virtual void deliver(Driver driver) = 0;
   // Whether deliver() left traffic, or traffic has come since.
   [[nodiscard]] virtual bool has_traffic() const = 0;

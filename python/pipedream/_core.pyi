@@ -34,7 +34,7 @@ class OpcodeTraits:
     def name(self) -> str: ...
     @property
     def meaning(self) -> str:
-        """The meaning in one sentence."""
+        """The word for pictures and sentences, such as "evaluation"."""
     @property
     def letter(self) -> str:
         """The letter for pictures and traces."""
@@ -89,9 +89,9 @@ class Placement:
     def num_spares(self) -> int: ...
     def rank_of(self, stage: int, replica: int = 0) -> int: ...
     def ranks_of(self, stage: int) -> list[int]:
-        """Returns the ranks of the replicas, in order."""
+        """Returns the ranks of the replicas, in the order of the replicas' indices."""
     def replica_at(self, rank: int) -> int:
-        """Returns the replica of the rank's first stage."""
+        """Returns the index of the replica that this rank has of its first stage."""
     def stages_at(self, rank: int) -> list[int]: ...
 
 class Rounds:
@@ -595,8 +595,8 @@ class ShardExchange:
     def push_factors(self, factors: list[Any], num_summed: int) -> None: ...
     def push(self, round: int, gradients: list[Any], num_summed: int) -> None:
         """Gives the exchange the gradients of the round that are not given yet, and sends their chunks. Keeps
-        the gradients for the round's update. gradients: by parameter. None: the parameter has no
-        gradient."""
+        the gradients for the round's update, except with asynchronous shards. gradients: by parameter. None:
+        the parameter has no gradient."""
     def begin_update(self, round: int) -> tuple[int, dict[int, list[Any]]]:
         """Returns the number of the round's minibatches, and the factors by replica."""
     def wait_for_readers(self, slot: int) -> None: ...
@@ -640,8 +640,8 @@ COMPUTED_LATER: int
 
 def channel_bytes(tensors: Sequence[tuple[str, int, int]], codec: str) -> tuple[int, int, int, bool]:
     """Returns the bytes of a slot on the device, the bytes of a slot on the wire, the bytes that the codec
-    keeps, and whether the codec encodes anything. tensors: (dtype, number of dimensions, largest bytes) of
-    each."""
+    keeps between items, and whether the codec encodes anything. tensors: (dtype, number of dimensions,
+    largest bytes) of each."""
 
 def codec_name(name: str) -> str:
     """Returns the codec's full name. Raises ValueError naming the choices."""
