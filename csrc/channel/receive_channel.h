@@ -3,7 +3,7 @@
 // tensors that one work item sends over the channel.
 //
 //   wire             thread that drives the transport       copy stream            compute thread
-//   credit <-------- 1 a free slot is leased and granted, once the sender has few left
+//   credit <-------- 1 a free slot is leased, and granted once the sender has few left
 //   frame ---------> 2 checked against plan and order
 //                    3 payload -> the granted slot; with shared memory the sender has written it already
 //                      staged: the granted slot is a staging buffer -> 4 copied or decoded to the device slot

@@ -87,11 +87,11 @@ class SendChannel final : public LinkHandler {
               SlotGroup* staging, SlotGroup* residual = nullptr, SlotGroup* encoded = nullptr);
   ~SendChannel() override;  // called after the transport's shutdown
 
-  // Maps and claims `memory`, which has the receiver's slots: from now on items are written there. Called
+  // Takes and claims `memory`, which has the receiver's slots: from now on items are written there. Called
   // before there is a link. If the wire cannot read device memory and there is no staging buffer, this call
   // is needed, and `memory` must be device memory.
   void place_into(std::unique_ptr<SharedMemory> memory);
-  // Maps `memory`, in which the receiver posts places: from now on items are written to the posted places.
+  // Takes `memory`, in which the receiver posts places: from now on items are written to the posted places.
   // The caller has claimed the memory. Called before there is a link.
   void place_where_posted(std::unique_ptr<SharedMemory> memory);
   [[nodiscard]] bool places() const { return places_; }

@@ -1,5 +1,5 @@
-// Describes a tensor by its pointer, dtype and shape. Also describes which tensors the plan lets cross a
-// boundary between stages. Plain values; any thread. Tensors are contiguous, row-major.
+// Describes a tensor by its pointer, dtype and shape. Also describes which tensors the plan allows in an item
+// of a channel. Plain values; any thread. Tensors are contiguous, row-major.
 #pragma once
 
 #include <array>

@@ -5,10 +5,10 @@
 //   chunks      |     0     |      1     |      2     |      3        |     ..    |
 //   shard             0            1            0            1
 //
-// A chunk is a range of the slot that travels as one item. It is a sixteenth of a shard, but at least 1 MiB
-// and at most 4 MiB (shard_chunk_bytes_max()). Every shard has the same number of chunks, whose sizes differ
-// by at most 64 bytes, so the shards are about equal. Neighbouring chunks go to different shards: a backward
-// makes gradients from the slot's end to its beginning, and so keeps all shards busy.
+// A chunk is a range of the slot that travels as one item. It is at most a sixteenth of a shard, or 1 MiB if
+// that is more, and at most 4 MiB (shard_chunk_bytes_max()). Every shard has the same number of chunks, whose
+// sizes differ by at most 64 bytes, so the shards are about equal. Neighbouring chunks go to different
+// shards: a backward makes gradients from the slot's end to its beginning, and so keeps all shards busy.
 //
 // Spares are workers that own shards but have no minibatches, and so no gradients of their own. They take
 // larger shards, and replicas take smaller ones or none (shard_shares()). Chunks are then at most 1 MiB.

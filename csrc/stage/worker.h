@@ -174,8 +174,8 @@ class Worker {
   // How each channel's tensors travel: "zmq/tcp", "zmq/tcp curve", "shared memory", "cuda ipc", "inproc".
   // Known after connect() for channels that send, and after wait_open() for channels that receive.
   [[nodiscard]] std::map<std::string, std::string> channel_transports() const;
-  // Says that this program is alive. With options.beats it must be called at least every peer_timeout_s / 8.
-  // Any thread.
+  // Says that this program is alive. With options.beats call it more often than every peer_timeout_s / 4, so
+  // that every beat has a pulse (TransportOptions). Any thread.
   void pulse();
 
  private:

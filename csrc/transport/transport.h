@@ -114,8 +114,8 @@ class Link {
   virtual ~Link() = default;
 
   // Frames sent before the link is open wait for it, in order. Frames sent after close, failure or the peer's
-  // BYE are dropped. on_sent may run before this call returns, if a handler or a posted function makes the
-  // call, or if the transport is shut down.
+  // BYE are dropped. on_sent may run before this call returns. It may even run on this thread, if a handler
+  // or a posted function makes the call, or if the transport is shut down.
   virtual void send(OutgoingFrame frame) = 0;
   // Sends BYE after all earlier frames, then closes the link. Once close() has returned, no handler call of
   // this link begins. close() waits for a handler call on another thread, so the caller must hold no mutex

@@ -482,7 +482,8 @@ def simulate(
 
     host: the number of a machine's workers, and the speed of each while 1, 2, ... of them work. factors: for
     each opcode, the ratios of single instructions' times to the mean time. shuffled: returns all factors of
-    an opcode in random order, for a worker to draw one after the other. A transfer is (kind, from_worker,
+    an opcode in random order, for a worker to draw one after the other. waking_after_ms, one_link: see Timing
+    in planner/durations.h. minibatches_per_body: see planner/timeline.h. A transfer is (kind, from_worker,
     to_worker, minibatch, microbatch, begin_ms, end_ms)."""
 
 def summarize(
@@ -565,7 +566,7 @@ def deal_shards(
     """Returns the chunks: (shard, begin_bytes, end_bytes, pieces). A piece is (parameter, first element,
     number of elements). The shards of spares come after those of replicas."""
 
-SHARD_CHUNK_BYTES_MIN: int  # the most bytes of a chunk if the shard is small or the stage has spares
+SHARD_CHUNK_BYTES_MIN: int  # bound of the chunks of small shards, and of all if there are spares
 EVALUATED_MINIBATCHES_MAX: int  # the most validation minibatches of one evaluation
 NUM_EVALUATION_SLOTS: int  # the most validation minibatches that wait at a receiving stage
 NUM_SPARE_SLOTS: int  # slots in which a spare receives one replica's chunks
