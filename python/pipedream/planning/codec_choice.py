@@ -33,7 +33,9 @@ CodecChoice = dict[str, str]
 
 NO_CODEC = "none"
 PUSHES = "pushes"
-"""The key for gradients that replicas push to the owners of shards. codec="bf16" sets no codec for it."""
+"""The key for gradients that replicas push to the owners of shards. A single name, codec="bf16", leaves it
+out.
+"""
 FACTORS = "factors"
 """The value for pushes that sends the gradients of linear layers as factors where the factors are smaller."""
 DIRECTIONS = ("activations", "gradients")

@@ -3,7 +3,7 @@
 A round is the work between two updates of the stage. W is the weight's bytes, F the bytes of one replica's
 factors in a round, r the number of replicas. A replica sends in a round:
 
-    dense       2 (r - 1) / r  W       gradients to the owners of shards, and new versions to the others
+    dense       2 (r - 1) / r  W       gradients to the owners of shards, new versions to the other replicas
     factors     (r - 1)  F             its factors to each other replica
 
 So factors are smaller if r F < 2 W. They also cost time: the update of each replica computes the gradient
@@ -122,7 +122,7 @@ def split_codec(codec: Any, *, has_limit: bool) -> tuple[dict[str, str], dict[st
     codecs of activations and gradients.
 
     has_limit: whether memory is limited. Then the plan reserves room for encoded activations and gradients.
-    Without a limit their codecs would change nothing in the plan, so they raise ValueError.
+    Without a limit their codecs would change nothing in the plan, so checked_codec() refuses them.
     """
     if not has_limit:
         return checked_codec(codec), {}
@@ -132,7 +132,7 @@ def split_codec(codec: Any, *, has_limit: bool) -> tuple[dict[str, str], dict[st
 
 
 def check_has_factors(profile: Profile) -> None:
-    """Raises ValueError if the profile has no factors. Called if the user asks for a plan with factors."""
+    """Raises ValueError if the profile has no factors."""
     if not any(layer.factors for layer in profile.layers):
         raise ValueError(
             "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
@@ -141,8 +141,8 @@ def check_has_factors(profile: Profile) -> None:
 
 
 def checked_codec(codec: Any) -> dict[str, str]:
-    """Returns the codec that a plan is made for: {} or FACTOR_CODEC. Raises ValueError for any other
-    codec.
+    """Returns the codec that a plan is made for: {} or FACTOR_CODEC. Raises ValueError for any other mapping,
+    and TypeError for a value that is neither a mapping nor None.
     """
     refusal = (
         f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without; give another one to run, plan"

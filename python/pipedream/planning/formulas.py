@@ -80,8 +80,9 @@ def parameter_bytes_of(profile: Profile, stage: Stage) -> int:
 
 @dataclass(frozen=True)
 class StageLinks:
-    """The links that a plan uses, as bandwidths and latencies. A bandwidth is in bytes per second. It is
-    infinite where there is no link, as between the replicas of a stage with one replica.
+    """The links that a plan uses, as bandwidths and latencies. A bandwidth is in bytes per second. If links
+    were measured, it is infinite where there is none, such as between the replicas of a stage with one
+    replica.
     """
 
     downstream: tuple[float, ...]
@@ -128,6 +129,6 @@ class StageLinks:
         )
 
     def slowest(self, otherwise: float) -> float:
-        """Returns the bandwidth of the slowest link that the plan uses, or `otherwise` if it uses none."""
+        """Returns the bandwidth of the slowest link, or `otherwise` if all bandwidths are infinite."""
         slowest = min((*self.downstream, *self.upstream, *self.replicas))
         return slowest if math.isfinite(slowest) else otherwise

@@ -44,9 +44,9 @@ COUNTED_MAX = 32
 
 
 def microbatch_counts(batch_size: int | None, most: int = COUNTED_MAX) -> list[int]:
-    """Returns the numbers of microbatches to try and to time: powers of two up to `most`. torch.chunk may
-    make fewer pieces of batch_size samples: of 5 samples for 4 microbatches it makes 3. Then the power is
-    replaced by the number of pieces. batch_size None: any number of samples.
+    """Returns the numbers of microbatches to try and to time: powers of two up to `most` and to batch_size.
+    torch.chunk may make fewer pieces of batch_size samples: of 5 samples for 4 microbatches it makes 3. Then
+    the power is replaced by the number of pieces. batch_size None: any number of samples.
     """
     powers = [1 << exponent for exponent in range(most.bit_length())]
     if batch_size is None:
@@ -75,7 +75,7 @@ class ItemCost:
     Between two measured m, the time is interpolated in 1 / m. Above the largest, the time keeps its distance
     from the line. For m = 1 the time is always on the line.
 
-    Raises ValueError for measured times in another order.
+    Raises ValueError unless the measured m ascend, from 2 or more.
     """
 
     first_ms: float = 0.0

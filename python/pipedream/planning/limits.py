@@ -31,7 +31,7 @@ _TREE_BUFFERS_BYTES = NUM_PIECES * PIECE_BYTES  # per neighbour in the tree of r
 _ELEMENT_BYTES = 8  # assumed size of an element of data: a profile does not say the dtype
 _SLACK_BYTES = 64 << 10  # alignment of slots, scalars, buffers of modules
 _CROSSING_DTYPES = ("float32", "bfloat16")  # assumed dtypes of activations: a profile does not say them
-_ENCODED_BYTES = 1 << 20  # a codec is asked how it encodes a tensor of this size, to find its shares
+_ENCODED_BYTES = 1 << 20  # size of the tensor about which _codec_shares() asks a codec
 
 
 class NothingFitsError(ValueError):
@@ -56,8 +56,8 @@ class Limits:
     data_bytes: float = 0.0
     """Bytes of one minibatch of data."""
     host_bytes: float = 0.0
-    """Bytes that each worker needs whatever its stage is. On a host these are the whole model and the buffers
-    through which weights are sent.
+    """Bytes that each worker needs whatever its stage is. If the model lies in host memory, these are the
+    whole model and the buffers through which weights are sent. Otherwise 0.
     """
     num_workers: int = 1
     """The number of workers for which host_bytes was computed."""
@@ -141,8 +141,8 @@ class Limits:
         return figures
 
     def memory_costs(self, num_microbatches: int) -> _core.MemoryCosts:
-        """Returns the constants from which the core counts a stage's memory. On a host each worker holds the
-        whole model, and pulled versions are received directly into their slots.
+        """Returns the constants from which the core counts a stage's memory. If the model lies in host
+        memory, each worker holds the whole model, and pulled versions are received directly into their slots.
         """
         from pipedream import _core
 
@@ -166,8 +166,9 @@ class Limits:
         )
 
     def memory_figures(self, stages: Sequence[Stage], own_bytes: Sequence[float]) -> dict[str, Any]:
-        """Returns the memory figures of a plan: for each stage, own_bytes and the part of host_bytes that its
-        workers need. own_bytes: for each stage, the bytes of a worker that depend on the stage.
+        """Returns the memory figures of a plan: for each stage, the sum of its own_bytes and of the part of
+        host_bytes that its workers need, and the largest sum. own_bytes: for each stage, the bytes of a
+        worker that depend on the stage.
         """
         spared_bytes = _spared_bytes(stages, self)
         memory_bytes = [
@@ -217,7 +218,7 @@ def make_limits(
     **stored: Any,
 ) -> Limits:
     """Checks arguments of partition() and makes the limits. stored: other fields of Limits, taken as they
-    are. Raises ValueError naming the argument that is wrong.
+    are. Raises ValueError or TypeError naming the argument that is wrong.
     """
     num_layers = profile.num_layers
     memory_bytes: tuple[float, ...] = ()
@@ -284,7 +285,7 @@ def _host_bytes(profile: Profile, num_workers: int) -> int:
     if not profile.is_of_host:
         return 0
     # The plan is not made yet, so nobody knows which rank has which stage. The largest number of neighbours
-    # counts.
+    # counts. Rank 0 or rank 1 has it.
     neighbours = max(_num_neighbours(rank, num_workers) for rank in range(min(num_workers, 2)))
     return profile.parameter_bytes + profile.frozen_bytes + neighbours * _TREE_BUFFERS_BYTES + _SLACK_BYTES
 

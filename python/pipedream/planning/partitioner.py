@@ -10,8 +10,7 @@ leave out the bubble, which is the time that workers spend waiting.
 
 plan_search.py finds the plan. This module checks the arguments, adds figures to the plan, and chooses the
 spare shards. A spare shard only makes the synchronisation of replicas shorter. The formulas choose the number
-of spares (synced_bytes.py). Then the simulator checks that the plan becomes faster. Only in the
-simulator does synchronisation cost no time while replicas compute.
+of spares (synced_bytes.py). Then the simulator checks that the plan becomes faster.
 """
 
 from __future__ import annotations
@@ -81,13 +80,13 @@ def partition(
 
     `bandwidth` is a text with a unit ("10Gbit/s"), a number of bytes per second, or the result of
     profile_links(). With measured links a search starts from the formulas' optima for some of the bandwidths.
-    It returns the plan that is fastest over the links between its own ranks. `straight` allows one replica
-    per stage only. The plan's `predicted` compares it with one worker, data parallelism, model parallelism
-    and the straight pipeline.
+    It returns the fastest plan that it finds, each over the links between its own ranks. `straight` allows
+    one replica per stage only. The plan's `predicted` compares it with one worker, data parallelism, model
+    parallelism and the straight pipeline.
 
     memory: the memory that a worker may use, "16GiB" or bytes; one value for all workers, or one for each. It
         must hold weight versions, gradients, the optimizer's state, buffers for what replicas exchange, and
-        the tensors that minibatches in flight keep.
+        the tensors that microbatches in flight keep.
     optimizer_copies: the optimizer's state, in copies of the weights: 0 for plain SGD, 1 with momentum, 2 for
         Adam. With float32 masters of bfloat16 weights these are 2, 4 and 6.
     recompute: whether a stage may repeat its forward if its memory would not suffice otherwise.
@@ -110,19 +109,19 @@ def partition(
     speeds: the speed of each worker, by rank. A worker of speed 2 takes half the profile's time.
     boundaries, replicas: fix the last layer of every stage but the last one, and the replicas of each stage.
 
-    hides_links: whether the plan keeps more minibatches in flight than Plan.in_flight has by default, if this
-        hides slow links: the simulator must show a gain of 5 % or more. Applies to schedule "pipedream",
-        unless memory is limited.
+    hides_links: whether the plan keeps more microbatches in flight than Plan.in_flight has by default, if
+        this hides slow links: the simulator must show a gain of 5 % or more. Applies to schedule "pipedream",
+        and with "auto" also to "unstashed", unless memory is limited.
     spare_workers: additional workers, such as hosts without a GPU, that may serve as spare shards of
         replicated stages (docs/parameter-server.md). The plan uses as many as make it faster by the paper's
         formulas and by simulation. If it uses none, it says why. Needs cost_model="paper", schedule
         "pipedream" and one bandwidth.
     codec: {"pushes": "factors"} plans for replicas that push the gradients of fully connected layers as
         factors where these are smaller (docs/parameter-server.md). The profile must have measured them. `run`
-        takes this codec from the plan. A plan without this codec says how much faster the best plan with this
-        codec is. With `memory`, codecs of "activations" and "gradients" (or one name for both) reserve the
-        room that encoded tensors take; give the same codec to `run`. Predicted times assume tensors that are
-        not encoded.
+        takes this codec from the plan. A plan by the formulas without this codec, limits and measured links
+        says how much faster the best plan with this codec is, if that is more than 2 %. With `memory`, codecs
+        of "activations" and "gradients" (or one name for both) reserve the room that encoded tensors take;
+        give the same codec to `run`. Predicted times assume tensors that are not encoded.
     sync, staleness: the values for the run, because memory depends on them. "ssp" keeps versions and
         gradients of more updates, "asp" keeps more of what replicas share, and with "allreduce" each replica
         has the optimizer's whole state.

@@ -95,10 +95,10 @@ class Plan:
     bottleneck_ms: float | None = None
     """Predicted time per minibatch of the slowest stage or boundary."""
     predicted: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Optional figures of the cost model. samples_per_s; memory_bytes (null: not predicted). Lists with a
-    figure per stage, which print(plan) shows: stage_ms (time per minibatch), stage_parameter_bytes,
-    stage_layers ([first, last] layer names). A list with a figure for each stage but the last: boundary_ms,
-    the time of the tensors to and from the next stage together.
+    """Optional figures of the cost model. Among them are samples_per_s and memory_bytes (null: not
+    predicted). print(plan) shows the lists stage_ms (time per minibatch), stage_parameter_bytes and
+    stage_layers ([first, last] layer names), with an entry per stage, and boundary_ms, the time of the
+    tensors to and from the next stage together, with an entry for each stage but the last.
     """
     max_shapes: Shapes = field(default_factory=dict, hash=False)
     """The largest sizes of a minibatch's entries for which `run` plans memory: {"input_ids": (8, 512)}, or
@@ -243,7 +243,8 @@ class Plan:
         texts. The shapes from the profile are dropped. If there are more than 16 kinds of shapes, two similar
         kinds are joined: the joined kind has the larger size in each dimension.
 
-        Raises TypeError for a value that is no minibatch.
+        Raises TypeError for a value that is no minibatch, and ValueError for apart=False if the plan has
+        shapes_apart.
         """
         for batch in batches:
             is_one = isinstance(batch, (tuple, list)) and len(batch) == 2
@@ -267,7 +268,8 @@ class Plan:
     def noam(self) -> int:
         """Number of optimal active minibatches, ceil(training workers / replicas of the input stage).
 
-        Source: PipeDream (SOSP'19), section 3.2. The run itself admits `in_flight[0]` minibatches.
+        Source: PipeDream (SOSP'19), section 3.2. The run itself admits `in_flight[0]` microbatches at each
+        replica.
         """
         return -(-self.workers_training // self.stages[0].num_replicas)
 

@@ -214,8 +214,8 @@ def _describe_alternatives(
 
 
 def _describe_candidates(predicted: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the table of the schedules that were compared, if the plan has one. It has none if the user
-    named the schedule.
+    """Yields the table of the schedules that were compared, if the plan has one. It has one if the user left
+    the schedule or the number of microbatches to partition() by "auto".
     """
     rows = predicted.get("candidates")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):

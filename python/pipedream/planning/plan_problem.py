@@ -115,7 +115,8 @@ class PlanProblem:
         self, layers_ms: list[float], num_workers: int, straight: bool
     ) -> tuple[Stages, float, dict[str, Any]]:
         """Returns the optimum of the paper's formulas within the limits: its stages, its bottleneck in
-        seconds, and its figures of memory and recompute.
+        seconds, and its figures of memory and recompute. Raises NothingFitsError if no plan keeps to the
+        limits.
         """
         from pipedream import _core
 

@@ -33,7 +33,7 @@ _ALL_BYTES = 2.0**60
 
 
 def best_plan(problem: PlanProblem, on_plan: OnPlan | None = None) -> Plan:
-    """Returns the best plan. Raises ValueError if no plan keeps to the limits.
+    """Returns the best plan, as far as a search finds it. Raises ValueError if no plan keeps to the limits.
 
     on_plan: called for every plan that the search scores, with the number of plans scored so far, the largest
     number that it may score, and the least milliseconds per minibatch so far.
@@ -46,8 +46,9 @@ def best_plan(problem: PlanProblem, on_plan: OnPlan | None = None) -> Plan:
 
 
 def compared_with_factors(plan: Plan, problem: PlanProblem, profile: Profile) -> Plan:
-    """Adds to a plan the predicted time of the best plan with factors. profile: the problem's profile, with
-    its factors.
+    """Adds to a plan the predicted time of the best plan with factors. Returns the plan unchanged if it is
+    for factors already, if there are limits or measured links, or if the profile has no factors. profile: the
+    problem's profile, with its factors.
     """
     has_factors = any(layer.factors for layer in profile.layers)
     if problem.codec or problem.limits.any or problem.links or not has_factors:
@@ -93,7 +94,7 @@ def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None
 
 
 def _by_measured_links(problem: PlanProblem, links: LinkProfile, on_plan: OnPlan | None) -> Plan:
-    """Returns the plan that is fastest over the links of its own ranks, by a search."""
+    """Searches for the plan that is fastest over the links of its own ranks."""
     layers_ms = [layer.compute_ms_with(problem.microbatches or 1) for layer in problem.profile.layers]
 
     def optimum_at(bytes_per_s: float, num_workers: int, straight: bool) -> Stages:
@@ -188,7 +189,7 @@ def _found_from(
     planned: Callable[[Stages], Plan],
     on_plan: OnPlan | None,
 ) -> Plan:
-    """Returns the plan with the least bottleneck, by a search.
+    """Searches for the plan with the least bottleneck.
 
     scored: makes the plan of given stages; the search compares the bottlenecks of these plans. planned: makes
     the final plan of the stages that the search has found. Unlike scored, it may let the times of single

@@ -1,5 +1,5 @@
 """Stage holds consecutive layers of a plan with their replicas and spare shards. This module also reads a
-stage from a file, and checks how many minibatches a plan keeps in flight.
+stage from a file, and checks how many microbatches a plan keeps in flight.
 
 A Stage never changes once built; any thread; needs no torch.
 """
@@ -114,8 +114,8 @@ def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | 
     """Returns the replicas and spare shards of every stage: ((2, 0), (1, 0)) for "2-1", and ((3, 1), (1, 0))
     for "3+1-1". Returns None for the name of a file.
 
-    Raises FileNotFoundError for other text, and ValueError for a stage without replicas or with more spare
-    shards than help.
+    Raises FileNotFoundError for other text. Raises ValueError for a stage without replicas or with more spare
+    shards than help, and for more than WORKERS_MAX replicas.
     """
     if is_counts(os.fspath(text)):
         parts = [_COUNTS.fullmatch(part) for part in os.fspath(text).split("-")]
@@ -149,7 +149,9 @@ def num_spares_max(num_replicas: int) -> int:
 
 
 def check_stages(stages: tuple[Stage, ...]) -> None:
-    """Raises ValueError if stages overlap, leave gaps or are out of order."""
+    """Raises ValueError if there are no stages, or if they overlap, leave gaps or are out of order. Raises
+    TypeError for an entry that is no Stage.
+    """
     if not stages:
         raise ValueError("stages is empty: a plan has at least one stage")
     for stage_index, stage in enumerate(stages):
@@ -218,7 +220,7 @@ def stage_from_dict(stage_index: int, value: object) -> Stage:
 
 
 def derive_in_flight(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Returns the default minibatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s)."""
+    """Returns the default of Plan.in_flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s)."""
     from pipedream import _core
 
     return tuple(_core.derive_in_flight([stage.num_replicas for stage in stages]))
@@ -232,8 +234,9 @@ def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
         )
     for stage_index, count in enumerate(in_flight):
         check_whole(f"in_flight[{stage_index}]", count, at_least=1)
-    # The replicas of stage s may start (n_s - 1) r_s microbatches before the first one must come back. If a
-    # downstream stage waits for more microbatches than its upstream stage admits, both wait forever.
+    # After its first microbatch, each replica of stage s may start n_s - 1 more before the first one must
+    # come back. That is (n_s - 1) r_s for all replicas. If a downstream stage waits for more than its
+    # upstream stage admits, both wait forever.
     admitted = [(count - 1) * stage.num_replicas for count, stage in zip(in_flight, stages, strict=True)]
     for stage_index in range(1, len(stages)):
         if admitted[stage_index] > admitted[stage_index - 1]:
@@ -244,8 +247,8 @@ def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
 
 
 def in_flight_in_phase(in_flight: Sequence[int], stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Returns the minibatches in flight with which a balanced plan loses no time while replicas wait for each
-    other's gradients. They follow from this formula, which was found by simulating all small plans:
+    """Returns the in_flight with which a balanced plan loses no time while replicas wait for each other's
+    gradients. It follows from this formula, which was found by simulating all small plans:
 
     n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} - 2 gcd(r_s, r_{s+1})) / r_s), and at least in_flight.
     """

@@ -5,7 +5,7 @@ bottleneck.
 A host has one network interface. So a worker sends everything (downstream, upstream and to replicas) over one
 link, and receives everything over another one.
 
-with_links_hidden() puts more minibatches in flight than Plan.in_flight has by default. It does so if a slow
+with_links_hidden() puts more microbatches in flight than Plan.in_flight has by default. It does so if a slow
 link would otherwise leave a stage idle, and the simulator shows a gain that is worth the memory and
 staleness. Pure; any thread; needs no torch.
 """
@@ -248,20 +248,20 @@ class LinkCosts(NamedTuple):
 
 
 def boundary_links(plan: Plan) -> list[LinkCosts]:
-    """Returns the costs of a calibrated plan's boundaries. Raises ValueError naming a field."""
+    """Returns the costs of boundaries that a simulated plan has stored. Raises ValueError naming a field."""
     return predicted_rows(plan, "links", LinkCosts, plan.num_stages - 1, "boundaries")
 
 
 FEW_ROUNDS = 8  # rounds simulated for each plan that a search scores
 SIMULATED_ITEMS_MAX = 100_000  # minibatches times stages; partition() would take too long to simulate more
 _ROUNDING = 1e-9
-_GAIN_MIN = 0.05  # least saving, as a share of the time per minibatch, for more minibatches in flight
+_GAIN_MIN = 0.05  # least saving, as a share of the time per minibatch, for more microbatches in flight
 
 
 def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan:
-    """Returns the plan with so many minibatches in flight that stages do not wait for links. Returns it
-    unchanged if that saves too little. `predicted` has the times before and after the change. simulated_ms:
-    function that returns a plan's milliseconds per minibatch.
+    """Returns the plan with so many microbatches in flight that stages do not wait for links. Returns it
+    unchanged if that saves too little, or would take too long to simulate. `predicted` has the times before
+    and after the change. simulated_ms: function that returns a plan's milliseconds per minibatch.
     """
     slowest_ms = _slowest_ms(plan)
     if plan.num_stages == 1 or not slowest_ms:
@@ -286,9 +286,9 @@ def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan
 
 
 def _slowest_ms(plan: Plan) -> float:
-    """Returns the milliseconds per minibatch of the slowest stage or link. No number of minibatches in flight
-    makes the plan faster than that. In the paper's formulas this is the bottleneck. The calibrated model's
-    bottleneck also includes waiting for links.
+    """Returns the milliseconds per minibatch of the slowest stage or link. No number of microbatches in
+    flight makes the plan faster than that. With cost model "paper" the plan's bottleneck is taken for it. The
+    calibrated model's bottleneck also includes waiting for links.
     """
     if plan.cost_model != "calibrated":
         return plan.bottleneck_ms or 0.0

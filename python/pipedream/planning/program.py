@@ -1,5 +1,6 @@
 """Program is a schedule as a value that a user can write, change and run. rules_of() gives the rules of a
-named schedule (its row in csrc/schedule/schedule_rules.h). Pure except for files; any thread; needs no torch.
+named schedule (its row in csrc/schedule/schedule_rules.cc). Pure except for files; any thread; needs no
+torch.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class Program:
     """
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError, in one line. For text that is no program the error names the line. For a program
-        that cannot run it names the workers that wait for each other.
+        """Raises ValueError with a message of one line. For text that is no program the message names the
+        wrong line. For a program that cannot run it names the workers that wait for each other. Raises
+        TypeError for a value that is no text.
         """
         from pipedream import _core
 

@@ -166,8 +166,9 @@ class StageCosts:
     push_ms: float | None = None
     """The time of a push that contains factors. None: as long as shard_ms."""
     shard_update_ms: float | None = None
-    """The part of update_ms that grows with the size of the replica's shard, which is 1 / r of the
-    parameters. copy_ms grows in the same way. None if there are no replicas.
+    """The part of update_ms that grows with the parameters that the replica updates. These are its shard,
+    which is 1 / r of the parameters, and every weight whose gradient is pushed as factors. copy_ms grows in
+    the same way. None if there are no replicas.
     """
     waking_ms: tuple[Mapping[str, float], ...] = ()
     """The additional cost of an item after a long wait: one mapping per waking, by kind of item."""
@@ -189,8 +190,8 @@ class StageCosts:
 
     def stage_ms(self, num_replicas: int, rounds: _core.Rounds) -> float:
         """Returns the time per minibatch of a stage with this many replicas, including copy_ms. Each replica
-        does its share of the forwards and backwards, and updates once per round, which is
-        the work between two updates.
+        does its share of the forwards and backwards, and updates once per round, which is the work between
+        two updates.
         """
         later = rounds.num_microbatches - 1
         passes = self.forward.plus(self.backward)

@@ -1,10 +1,11 @@
-"""Chooses the schedule and the number of microbatches for partition(schedule="auto"). Every combination of
-the two is planned and simulated. Among the combinations whose delay is at most delay_max updates, the fastest
-one wins.
+"""Chooses the schedule and the number of microbatches for partition() if one of the two is "auto". Every
+combination of the two is planned and simulated. Among the combinations whose delay is at most delay_max
+updates, the fastest one wins. Rates within 1 % of the highest count as equal. Of these the smallest delay
+wins.
 
-At stage s the mean delay of a schedule that does not drain is (n_s - 1) / c_s updates. n_s is the number of
-microbatches in flight at each replica, c_s the number of one replica's microbatches between two
-updates (csrc/schedule/rounds.h). Pure; any thread; needs no torch.
+At stage s the mean delay of "pipedream" and "unstashed" is (n_s - 1) / c_s updates. n_s is the number of
+microbatches in flight at each replica, c_s the number of one replica's microbatches between two updates
+(csrc/schedule/rounds.h). "flush" has no delay. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def _finished(
     finished: Callable[[Plan, PlanProblem], Plan] | None,
     delay_max: float,
 ) -> _Candidate:
-    """Returns the candidate of a plan after `finished`, which may put more minibatches in flight and so raise
-    the delay. If that raises the delay above delay_max, returns the candidate without it.
+    """Returns the candidate of a plan that `finished` has completed. The function may put more microbatches
+    in flight and so raise the delay. If this raises the delay above delay_max, the plan stays as it is.
     """
     plain = _looked_at(plan, problem)
     if finished is None:
@@ -177,7 +178,7 @@ def _looked_at(plan: Plan, problem: PlanProblem) -> _Candidate:
 
 
 def _busy_ms(plan: Plan, options: _core.ScheduleOptions) -> float:
-    """Returns the milliseconds that a worker computes per minibatch, as the mean over the workers."""
+    """Returns for how many milliseconds per minibatch a worker computes, as the mean over the workers."""
     from pipedream import _core
 
     costs = costs_of(plan, drains=_core.drains_every_minibatch(options)) or []

@@ -164,7 +164,9 @@ def _collector_paused() -> Iterator[None]:
 
 
 def summarize(timeline: Sequence[Sequence[TimedInstruction]]) -> Simulation:
-    """Makes a Simulation of the times measured in a run's trace, with the figures that simulate() gives."""
+    """Makes a Simulation of the times measured in a run's trace, with the figures that simulate() gives, but
+    without transfers.
+    """
     from pipedream import _core
 
     programs = [[timed.instruction for timed in row] for row in timeline]

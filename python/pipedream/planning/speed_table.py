@@ -57,8 +57,8 @@ class SpeedRow(NamedTuple):
 
 
 def read_profiles(paths: Iterable[Path]) -> dict[str, Profile]:
-    """Reads profiles by their models' names. A folder stands for all profiles in it; its other files are
-    ignored.
+    """Reads profiles by their models' names. A profile without such a name, or with the name of an earlier
+    one, gets its file's name. A folder stands for all profiles (.json) in it; its other files are ignored.
 
     Raises FileFormatError for a file that is no profile, and for a folder without profiles.
     """

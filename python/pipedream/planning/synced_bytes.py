@@ -51,8 +51,8 @@ class SyncedBytes(NamedTuple):
 def shares_of_a_shard(
     layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: float
 ) -> SyncedBytes:
-    """Returns the bytes for a stage of these layers, divided by the bytes of a shard without factors.
-    minibatches: how many minibatches one replica trains per update.
+    """Returns the bytes that replicas of a stage of these layers send, as multiples of the bytes of a shard
+    without factors. minibatches: how many minibatches one replica trains per update.
     """
     num_bytes = sum(layer.parameter_bytes for layer in layers)
     if num_bytes == 0:

@@ -8,11 +8,12 @@ Torch-free; any thread.
 - Each of a stage's r replicas has its own link, over which it pushes and pulls shards. A shard has 1 / r of
   the stage's parameters.
 - Measured links have the bandwidth of their direction, and a latency.
-- Nothing else costs time: the optimizer's step, the runtime's own work and the sharing of cores are ignored.
-  A plan of the calibrated cost model has these costs, and they are used (prediction.py).
+- An update takes time only with factors: that of their products. The optimizer's step, the runtime's own work
+  and the sharing of cores are ignored. A plan of the calibrated cost model has these costs, and they are used
+  (prediction.py).
 
-Figures are per minibatch, over all replicas: a stage of two replicas spends half of its time on each
-minibatch.
+Figures are per minibatch of the whole run. For example, a worker of a stage with two replicas trains every
+second minibatch, so per minibatch it is busy for half of the time that its layers take.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanSimulation", "simulate_plan"]
 
-# The number of minibatches that each replica is simulated for, besides warm-up and cool-down, unless the user
+# The most minibatches that each replica is simulated for, besides warm-up and cool-down, unless the user
 # gives a number.
 _STEADY_ROUNDS = 32
 _STEADY_ROUNDS_MIN = 4
@@ -101,7 +102,9 @@ class PlanSimulation:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second. None: the profile does not say how many samples a minibatch has."""
+        """Samples per second. None: the profile does not say how many samples a minibatch has, or minibatches
+        take no time.
+        """
         if self.profile.batch_size is None or self.ms_per_minibatch == 0:
             return None
         return self.profile.batch_size * 1e3 / self.ms_per_minibatch
@@ -234,7 +237,7 @@ def simulate_plan(
         made. For a calibrated plan that was made without factors, they change the bytes on links and the
         memory of workers, but not the times of computing.
     bandwidth_bytes_per_s: bandwidth of each link. links: measured links, in place of a bandwidth. If neither
-        is given, the plan's bandwidth is used.
+        is given, the times of links that a simulated plan has stored are used, or else the plan's bandwidth.
     minibatches: None chooses enough for a steady state. microbatches: None chooses as many as the schedule
         needs.
 
@@ -334,8 +337,8 @@ def _simulate(
 
 
 def _enough_minibatches(plan: Plan) -> int:
-    """Returns a number of minibatches with which the simulation reaches a steady state. With many replicas it
-    is smaller, because at every update all replicas of a stage exchange with each other.
+    """Returns a number of minibatches with which the simulation reaches a steady state. With many replicas
+    each of them gets fewer, because at every update all replicas of a stage exchange with each other.
     """
     warm_up = 2 * max(plan.in_flight)
     exchanged = 4 * sum(stage.num_replicas * (stage.num_replicas - 1) for stage in plan.stages)

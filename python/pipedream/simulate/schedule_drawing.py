@@ -24,9 +24,9 @@ __all__ = ["ROWS_MAX", "DrawnPart", "PhaseSpan", "ScheduleDrawing", "drawn_part"
 
 _CHART_WIDTH_MAX = 30.0  # inches of the time axis
 
-# The first and last colour are light blue and orange of the Okabe-Ito palette. They differ in lightness and
-# for every kind of colour vision, so forwards and backwards can always be told apart.
-_COLOURS = {  # by the opcode's duration
+# Forward and backward have the light blue and the orange of the Okabe-Ito palette. These differ in lightness
+# and for every kind of colour vision, so forwards and backwards can always be told apart.
+_COLOURS = {  # by OpcodeTraits.duration
     "forward": (0.34, 0.71, 0.91),
     "recompute": (0.75, 0.88, 0.95),
     "backward": (0.95, 0.67, 0.18),
@@ -332,8 +332,8 @@ _READABLE_SHARE = 0.9  # share of the boxes whose labels must be readable
 
 class DrawnPart(NamedTuple):
     simulation: Simulation
-    """The simulation, reduced to the rows and the time that are shown. Its figures, such as bubble_share, are
-    still those of the whole simulation.
+    """The simulation, reduced to the rows and the time that are shown. Figures other than makespan_ms, such
+    as bubble_share, are still those of the whole simulation.
     """
     row_names: list[str]
     note: str
@@ -363,8 +363,8 @@ def drawn_part(
 
 
 def _drawn_rows(simulation: Simulation) -> list[int]:
-    """Returns the workers to draw: the first replicas of each stage, and as many of every stage. If there are
-    too many stages, only the first stages and the last stages are drawn.
+    """Returns the workers to draw: the first workers of each stage, up to the same number for all stages. If
+    there are too many stages, only the first stages and the last stages are drawn.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for worker, row in enumerate(simulation.timeline):

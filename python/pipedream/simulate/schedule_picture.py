@@ -21,7 +21,7 @@ _TRACE_SUFFIXES = (".json", ".json.gz")
 _TEXT_SUFFIX = ".txt"
 _OTHERWISE = ", or name a .txt or .json file"
 
-# With more boxes a picture is unreadable, and drawing it takes minutes. A trace may have any number of boxes.
+# With more boxes a figure is unreadable, and drawing it takes minutes. A text or a trace may have any number.
 _DRAWN_BOXES_MAX = 20_000
 
 
@@ -124,7 +124,7 @@ _SYNC_LEGEND = ",   p push or pull"
 def draw_text(
     simulation: Simulation, title: str, subtitle: str = "", *, show_versions: bool | None = None
 ) -> str:
-    """Returns the picture as ASCII text, at most 2,000 columns wide. Every line ends in a newline."""
+    """Returns the picture as ASCII text. Time takes at most 2,001 columns. Every line ends in a newline."""
     labels = StepLabels(simulation, show_versions)
     columns_per_ms = _scale(simulation, labels)
     num_columns = round(simulation.makespan_ms * columns_per_ms) + 1

@@ -51,7 +51,8 @@ def read_clock() -> Clock:
 
 def shift_ns(clock: Clock, to: Clock) -> int:
     """Returns the nanoseconds to add to a reading of `clock` to get the same time on the clock `to`. It is 0
-    for one machine. Between two machines its error is that of their times of day (milliseconds with NTP).
+    for equal boot ids, as on one machine. Between two machines its error is that of their times of day
+    (milliseconds with NTP).
     """
     return 0 if clock.boot_id == to.boot_id else clock.unix_ns - to.unix_ns
 
@@ -73,9 +74,9 @@ class Counter(NamedTuple):
 
 
 def spread(spans: Iterable[Span]) -> list[Span]:
-    """Returns the spans in the same order. A span that overlaps an earlier one of its track "wire" is moved
-    to a further track "wire (2)", and so on. On one track the format allows only spans that follow or contain
-    each other.
+    """Returns the spans in the same order. A span that overlaps an earlier one of its track is moved to a
+    further track: from "wire" to "wire (2)", and so on. On one track the format allows only spans that follow
+    or contain each other.
     """
     spread_out = list(spans)
     ends_ns: dict[tuple[str, str], list[int]] = {}  # end of the last span on each track

@@ -272,7 +272,7 @@ def _enough_microbatches(rules: _core.ScheduleRules, placement: _core.Placement,
 
 
 def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
-    """Returns the placement and in_flight of the plan, or of a straight pipeline."""
+    """Returns the placement and in_flight of the plan, or of a pipeline without replicas."""
     from pipedream import _core
 
     if request.plan_file is not None:
