@@ -64,7 +64,7 @@ class MinibatchStatistics:
     def __init__(self, stage: nn.Module) -> None:
         self._norms = [module for module in stage.modules() if isinstance(module, _BatchNorm)]
         self._moments: dict[_BatchNorm, _Moments] = {}
-        self._tracking: list[_BatchNorm] = []  # norms that collected statistics in the latest forward
+        self._tracking: list[_BatchNorm] = []  # norms that tracked statistics at the latest forward
 
     def __bool__(self) -> bool:
         return bool(self._norms)

@@ -87,7 +87,7 @@ class Boundary:
 
     def or_as(self, other: Boundary) -> Boundary:
         """Returns a boundary with room for the values of both boundaries, `self` and `other`. Raises
-        ValueError if the two differ in more than sizes.
+        ValueError if the two differ in structure, or in a tensor's dtype or number of dimensions.
         """
         kinds = [[(spec.dtype, len(spec.shape)) for spec in b.tensors] for b in (self, other)]
         if self.structure != other.structure or kinds[0] != kinds[1]:
@@ -178,8 +178,8 @@ class Boundary:
         """Raises ValueError unless the tensors fit the plan.
 
         The number of tensors, their dtypes and their numbers of dimensions must be as planned. No tensor may
-        have a larger first dimension or more bytes than planned. It may be smaller: the last batch may be
-        short.
+        have a larger first dimension or more bytes than planned. Tensors may be smaller, because the last
+        batch may be short.
         """
         if len(tensors) != len(self.tensors):
             raise ValueError(

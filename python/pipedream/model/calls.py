@@ -24,7 +24,7 @@ CallHandler = Callable[[nn.Module, Callable[[], Any]], Any]
 result of the call.
 """
 
-_HANDLER = "_pipedream_call_handler_"  # stored in the module: other threads have modules of their own
+_HANDLER = "_pipedream_call_handler_"  # attribute of a module: its handler (threads share the subclass)
 _DEPTH = "_pipedream_call_depth"  # attribute of a class: how many handlers see its calls
 _BEFORE = "_pipedream_call_before"  # attribute of an intercepting function: the compiled call it replaces
 

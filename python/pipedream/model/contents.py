@@ -97,7 +97,9 @@ def _inside(value: Any) -> list[Any]:
 
 
 def is_of_the_users(value: Any) -> bool:
-    """Whether the object's class belongs to no library."""
+    """Whether the object counts as the user's: its class is of none of _LIBRARIES, or it is an nn.Module or a
+    SimpleNamespace. Classes, Python modules, functions and tensors do not count.
+    """
     if isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor)):
         return False
     if isinstance(value, (nn.Module, types.SimpleNamespace)):  # a module that is registered nowhere

@@ -36,8 +36,8 @@ _INDICES = {torch.int64, torch.int32}
 
 
 def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
-    """Returns a copy of the data to iterate. Returns None if the copy would share something that iterating
-    uses up, such as the position in an open file or the entries of a queue.
+    """Returns a copy of the data to iterate; a list or tuple is returned itself. Returns None for data that
+    cannot be pickled. An example is an open file, whose position a copy would share.
     """
     if isinstance(data, (list, tuple)):
         return data
@@ -50,9 +50,7 @@ def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
 
 
 def has_indices(data: Iterable[Any]) -> bool:
-    """Whether the data are read by index, so that iterating uses nothing up and copy_of() always returns a
-    copy.
-    """
+    """Whether the data are read by index. Then copy_of() always returns data to iterate."""
     is_loader = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset)
     return is_loader or isinstance(data, (list, tuple))
 
@@ -117,7 +115,7 @@ def _sharing_copy(value: Any, shared: dict[int, Any]) -> Any:
 
 class _SharingPickler(pickle.Pickler):
     """Copies everything that can be pickled. Tensors and arrays are shared with the original, because
-    iterating only reads them.
+    iterating only reads them. Those that may be an order of samples are copied.
     """
 
     def __init__(self, content: io.BytesIO, stand_ins: dict[int, Any]) -> None:

@@ -91,7 +91,7 @@ class FactoredLayers:
 def factorable(stage: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, list[nn.Linear]]:
     """Returns the parameters that the stage uses only as weights of fully connected layers, by name, with
     these layers. A subclass of nn.Linear, or a layer with a forward of its own, may do anything and does not
-    count.
+    count. Returns nothing if torch.compile compiled a module of the stage.
     """
     if any(map(is_compiled, stage.modules())):
         return {}

@@ -145,8 +145,8 @@ def _is_tally(value: Any) -> bool:
 
 
 def _is_of_the_users(value: Any) -> bool:
-    """Whether the value belongs to the user's code. A plain dict counts as the user's. A module does not,
-    because a model's modules are saved elsewhere.
+    """Whether the value belongs to the user's code. A plain dict counts as the user's, a plain list does not.
+    An nn.Module does not count, because a model's modules are saved elsewhere.
     """
     if type(value) in _CONTAINERS or isinstance(value, nn.Module):
         return isinstance(value, dict)

@@ -40,7 +40,7 @@ IGNORED = -100
 _DTYPES = (torch.int64, torch.int32, torch.int16)
 _ROUNDING = 1e-7  # relative rounding error of a loss in float32
 _LOOKS_ON_DEVICE = 8
-"""How many times labels on a device are searched for -100; labels on the host are always searched."""
+"""How many times labels on a device are searched for -100. For labels on the host there is no limit."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ class IgnoredLabels:
         self._looks_on_device = 0
 
     def look(self, targets: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> tuple[UnevenLabels, ...]:
-        """Returns the uneven labels in a minibatch's targets. sizes: number of samples of each piece."""
+        """Returns the uneven labels in a minibatch's targets. pieces: the targets of each microbatch. sizes:
+        number of samples of each microbatch.
+        """
         found = []
         together = _joined_labels(targets) if isinstance(targets, Microbatches) else _label_tensors(targets)
         for where, labels in together.items():
@@ -123,7 +125,7 @@ class IgnoredLabels:
         """
         if uneven.where not in self._is_shifted:
             if not bool((labels == IGNORED).any()):
-                return  # the labels may also be the inputs, where -100 would be out of range
+                return  # the labels may also be inputs, where the test's -100 would be out of range
             self._is_shifted[uneven.where] = _shift_of_mean(labels, uneven.valid, loss_with)
         is_shifted = self._is_shifted[uneven.where]
         if is_shifted is None or not uneven.is_uneven[is_shifted]:

@@ -73,7 +73,7 @@ def materialise(model: Model, weights: WeightSource = None, *, seed: int | None 
 
     weights: None calls each module's own `reset_parameters()` and `_init_weights`. A function is called with
     each module after these two, and sets the tensors that they leave unset. A safetensors file, or a folder
-    of such files, gives the values by name. Tensors that are not on meta, and the generators, keep their
+    of such files, gives the values by name, also to tensors that are not on meta. The generators keep their
     state. Raises ValueError naming the tensors that nothing sets.
     """
     check_weights(weights)
@@ -306,7 +306,9 @@ def _children_first(
 
 
 def _initialiser_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """Returns the module's _init_weights method if it takes one module, as in Hugging Face's models."""
+    """Returns the module's _init_weights method; None if it has none that takes one module, as in Hugging
+    Face's models.
+    """
     function = getattr(module, "_init_weights", None)
     if not callable(function):
         return None

@@ -55,7 +55,7 @@ def layers_of(model: Model) -> list[tuple[str, nn.Module]]:
     The layers are the children of an nn.Sequential, or the entries of a list, tuple or nn.ModuleList. Any
     other module is a single layer until it is cut (cut_model.py). An nn.Sequential with a forward or hooks of
     its own is also a single layer. Raises TypeError if the model is of another type, and ValueError if it has
-    no layers.
+    no layers or a module that torch.jit compiled.
     """
     return [(layer.name, layer.module) for layer in named_layers(model)]
 

@@ -4,7 +4,8 @@ the caller's loss.
 
     included     buffers of the loss's modules; tensors and numbers in attributes of its modules and other
                  objects
-    left out     values of the model, which are copied back with the model; entries of lists and dicts
+    left out     parameters; values of the model, which are copied back with the model; entries of lists and
+                 dicts
     replicas     floating-point values become the mean over the last stage's replicas, as the model's buffers
                  do
 
@@ -56,7 +57,7 @@ class LossState:
         self._before = {key: (value, _version_of(value)) for key, value in self._values()}
 
     def changed(self) -> dict[str, Tensor]:
-        """Returns the values that have changed, by their places."""
+        """Returns the values that have changed, and all buffers, by their places."""
         return {
             key: value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value)
             for key, value in self._values()

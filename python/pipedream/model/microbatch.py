@@ -33,7 +33,7 @@ def samples_of(inputs: Any, targets: Any) -> int | None:
     """Returns the number of samples of a minibatch; None if it is unknown.
 
     It is the size of dimension 0 of the first tensor that has dimensions, in the targets, or else in the
-    inputs. A size of 1, which broadcasts, does not count if another tensor has a larger size. If the targets
+    inputs. A size of 1, which broadcasts, does not count if another tensor has another size. If the targets
     are a list with one entry per sample, the list's length counts. If there are no tensors, the length of any
     list with one entry per sample counts. For Microbatches it is the sum over their batches.
     """
@@ -257,8 +257,8 @@ def weights(counts: Sequence[float]) -> list[float]:
 
 def counts_of(weight_fn: Callable[[Any], Any], pieces: Sequence[Any], minibatch: int) -> list[float]:
     """Returns weight_fn's count for each microbatch. pieces: the microbatches' targets. If every count is 0,
-    every count becomes 1, so that the sum of counts is not 0. Raises ValueError for a negative or infinite
-    count.
+    every count becomes 1, so that the sum of counts is not 0. Raises ValueError for a count that is negative
+    or not finite.
     """
     counts = []
     for piece in pieces:

@@ -3,8 +3,8 @@ exactly.
 
 The rule is the same in the workers and in the reference.
 
-With one worker everything draws from the process's global generators, as in a plain PyTorch loop. If a seed
-is given, `seed_all` sets them first. With several workers:
+With one worker everything but validation data draws from the process's global generators, as in a plain
+PyTorch loop. If a seed is given, `seed_all` sets them first. With several workers:
 
     data                 data_seed        the same at all workers; torch's generators are switched to the
                                           data's stream while data are read; only data use `random` and numpy
@@ -12,6 +12,7 @@ is given, `seed_all` sets them first. With several workers:
     a backward           backward_seed    by stage and microbatch
     an optimizer's step  update_seed      by stage, names of the parameters, and number of the step
     all else in a stage  process_seed     by the process's first stage
+    validation data      evaluation_seed  by evaluation; the same at all workers
 
 All these seeds derive from `base`, the caller's `base_seed(seed)`, or rank 0's under torchrun.
 
@@ -53,7 +54,7 @@ __all__ = [
     "update_seed",
 ]
 
-_SEED_BITS = 63  # torch.manual_seed takes a signed 64-bit number
+_SEED_BITS = 63  # so that a seed also fits into a signed 64-bit number
 _NUMPY_SEED_BITS = 32  # numpy.random.seed takes no more
 _HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 _seed_host = torch.default_generator.manual_seed
@@ -192,7 +193,7 @@ class RngState:
         return are_equal and self.torch.equals(other.torch)
 
     def to_document(self) -> dict[str, Any]:
-        """Returns the state as JSON, for from_document()."""
+        """Returns the state as a value for JSON, for from_document()."""
         document: dict[str, Any] = {
             "torch": _hex_of(self.torch.cpu),
             "cuda": [_hex_of(state) for state in self.torch.cuda],
@@ -254,7 +255,7 @@ class RngStream:
     """A stream of random numbers for torch's generators (CPU and CUDA), separate from all others. In `with
     stream:` torch draws from it. Each such block continues where the last block stopped.
 
-    Swapping takes about 1 us each way. `random` and numpy belong to the data and are left alone.
+    `random` and numpy belong to the data and are left alone.
     """
 
     def __init__(self, seed: int) -> None:

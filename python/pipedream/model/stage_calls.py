@@ -90,8 +90,7 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def backward_of_loss(loss: Tensor, factor: float = 1.0) -> None:
-    """Runs the backward of factor * loss, or nothing if the loss needs no gradient. Nobody else may use the
-    loss.
+    """Runs the backward of factor * loss, or nothing if the loss needs no gradient.
 
     The backward starts with `factor` as the gradient of the loss. A multiplication, with torch's checks in
     Python, would take as long as a small layer's backward.

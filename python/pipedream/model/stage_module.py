@@ -145,7 +145,9 @@ class FrozenWrites:
         self._marks = {name: _mark_of(parameter) for name, parameter in stage.frozen_parameters()}
 
     def suspects(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns (full name, parameter) of small ones, and of those written since this object was made."""
+        """Returns (full name, parameter) for the small frozen parameters, and for those that were written
+        since this object was made.
+        """
         return [
             (name, parameter)
             for name, parameter in self._stage.frozen_parameters()

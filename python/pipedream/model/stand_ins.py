@@ -30,8 +30,8 @@ __all__ = ["exchange", "is_on_meta", "parameters_on_meta", "poison", "poisoned",
 
 
 def poison(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a flat tensor of values that reveal a read: NaN, integers that are a valid index of nothing, or
-    alternating booleans.
+    """Returns a flat tensor of values that reveal a read: NaN, the smallest integer of the dtype (the largest
+    if it has no negative ones), or alternating booleans.
     """
     if dtype == torch.bool:
         return torch.arange(size, device=device) % 2 == 0

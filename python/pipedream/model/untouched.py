@@ -42,7 +42,7 @@ Hooks = dict[str, dict[int, Any]]
 
 @contextlib.contextmanager
 def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[None]:
-    """Layers and the loss may run in the with block. Afterwards everything is as it was before.
+    """Layers and the loss may run in the with block. Afterwards their state is as it was before.
 
     Saved and restored are:
     - all random number generators,
