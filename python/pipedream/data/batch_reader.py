@@ -41,7 +41,7 @@ class Microbatch:
     weight: float = 1.0
     """Share of the minibatch's loss."""
     is_empty: bool = False
-    """Whether the microbatch has no samples, because torch.chunk made fewer pieces than microbatches."""
+    """Whether the microbatch has no samples, because the minibatch has fewer pieces than microbatches."""
     uneven_labels: tuple[UnevenLabels, ...] = ()
     """Labels of -100 that the microbatches have in unequal shares. The weights of the microbatches may then
     have to be numbers of labels instead of samples.
@@ -70,11 +70,11 @@ class BatchReader:
         weight. None: the weight is the number of samples.
         """
         self.source = source
-        """The source of the minibatches. fetch() is called before a minibatch is read."""
+        """The source of the minibatches. Call its fetch() before read() of a minibatch."""
         self._num_microbatches = num_microbatches
         self._is_first = is_first
         self._is_last = is_last
-        self._is_compared = not (is_first and is_last)  # with a single stage no other worker reads the data
+        self._is_compared = not (is_first and is_last)  # a single stage has no other to compare with
         self._check_inputs = check_inputs
         self._weight_fn = weight_fn
         self.ignored_labels = IgnoredLabels()
@@ -88,8 +88,8 @@ class BatchReader:
         self.source.read_ahead(self._open_early if self._weight_fn is None else None)
 
     def read(self, minibatch: int, microbatch: int) -> Microbatch:
-        """Returns a microbatch of the minibatch that was fetched. Raises ValueError if the data cannot be
-        cut.
+        """Returns a microbatch of the minibatch that was fetched; an empty one if the minibatch has fewer
+        pieces. Raises ValueError or TypeError if the data cannot be cut.
         """
         if minibatch != self._minibatch:
             self._minibatch = minibatch
@@ -209,7 +209,9 @@ class ValidationReader:
         self._num_read = 0
 
     def next(self) -> tuple[Any, Any, int] | None:
-        """Returns (inputs, targets, fingerprint); None after the last minibatch."""
+        """Returns (inputs, targets, fingerprint); None after the last minibatch. Raises ValueError if there
+        is no minibatch at all, or if the data yield Microbatches.
+        """
         assert self._generators is not None
         with generators_kept():
             self._generators.restore()

@@ -11,10 +11,10 @@ length 24.
 
 All minibatches of a group are read before the first is handed out. A group begins and ends where the rounds
 of all stages end. (A round is the work between two updates of a stage.) So no round is split if the data end
-before a group. Without replicas a group is one minibatch. Every reader reads whole
-minibatches, so all readers find the same larger minibatches. If the caller forwards the data, the caller
-looks ahead (launch/forwarder.py). A source stays in use when memory is planned again. Owned by the worker's
-compute thread.
+before a group. Without replicas a group is one minibatch. Every reader reads whole minibatches, so all
+readers find the same larger minibatches. If the caller forwards the data, the caller looks ahead
+(launch/forwarder.py). A source stays in use when memory is planned again. Owned by the worker's compute
+thread.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class MinibatchSource:
 
     def look_ahead(self, is_larger: Callable[[Any], bool], group_size: int) -> None:
         """Makes the data end before a group with a minibatch that is larger than planned. The next call of
-        look_ahead() continues with that group. is_larger: whether a minibatch with these inputs is larger.
-        group_size: minibatches in a group; the same in each call.
+        look_ahead() continues with that group. is_larger: function of a minibatch's inputs that returns
+        whether they are larger. group_size: minibatches in a group; the same in each call.
         """
         self._is_larger = is_larger
         self._group_size = group_size
@@ -89,7 +89,7 @@ class MinibatchSource:
     @property
     def num_minibatches(self) -> int:
         """Number of minibatches that were read so far. After fetch() has returned False it is the number of
-        all minibatches.
+        all minibatches, or of those before the group of a larger minibatch.
         """
         return self._num_read if self.larger is None else self.larger.first
 

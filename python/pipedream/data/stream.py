@@ -48,15 +48,15 @@ FORWARDED = "iterated by the caller and forwarded"
 
 _log = logging.getLogger("pipedream")
 
-_NUM_NOTED = 256  # the most recent positions that are kept; a group that is read ahead is shorter
+_NUM_NOTED = 256  # the most recent positions that are kept; most groups that are read ahead are shorter
 
 NUM_COUNT_TENSORS = 1
 """Number of additional tensors that are sent with a forwarded minibatch. forwarded_counts() makes them."""
 
 
 class Minibatch(NamedTuple):
-    """The data from which one weight update is computed. A forwarded minibatch has only the parts that its
-    stage needs.
+    """The data from which one weight update is computed; with replicas, an update may take several
+    minibatches. A forwarded minibatch has only the parts that its stage needs.
     """
 
     inputs: Any
@@ -253,8 +253,8 @@ def _keeps_own_state(data: Iterable[Any]) -> bool:
 
 
 def _collates(data: Iterable[Any]) -> bool:
-    """Whether each minibatch has new tensors, as torch's own collate_fn makes them. A user's collate_fn may
-    fill the same memory again, even in a process of the DataLoader.
+    """Whether each minibatch certainly has new tensors, because torch's own collate_fn makes them. A user's
+    collate_fn may fill the same memory again, even in a process of the DataLoader.
     """
     loader = torch.utils.data.DataLoader
     return (

@@ -1,4 +1,4 @@
-"""LayerSweep times the layers of a model on the meta device. Only one layer at a time has its values in
+"""LayerSweep times the layers of a model on the meta device. Only one layer at a time has its parameters in
 memory.
 
     layer 0   get its values, run forward and backward several times, return to meta

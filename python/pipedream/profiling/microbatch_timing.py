@@ -47,7 +47,7 @@ def microbatch_times(
     inputs, targets: a minibatch on the device. whole_ms: the profile's time of all layers together. rounds:
     the largest number of rounds; at most five are run. If the model refuses a piece, as batch norm refuses a
     single sample, larger m are not tried. If the seconds do not suffice, one piece of each size is still
-    timed once. This takes as long as three minibatches.
+    timed once. This takes about as long as three minibatches.
     """
     count = samples_of(inputs, targets)
     if not count:

@@ -88,8 +88,8 @@ def profile(
     five rounds within three tenths of `seconds`, but each m at least once.
 
     batches: yields (inputs, targets), or dicts of the model's arguments by name. It is iterated again when it
-        ends, unless it is a generator, or another object that gives each minibatch once. Minibatches that are
-        shorter than the first are not timed.
+        ends, unless it is a generator, or another object that gives each minibatch once. Minibatches with
+        another number of samples than the first are not timed.
     loss_fn: (outputs, targets) -> scalar; with dicts, (outputs, batch) -> scalar. Its time belongs to the
         last layer. None: the loss in the model's output.
     minibatches: profiling stops when this many minibatches are measured, besides up to 5 for warm-up. It
@@ -111,8 +111,9 @@ def profile(
 
     A model on the meta device is timed on the host, layer by layer. Each layer gets its values, runs forward
     and backward on the first minibatch as often as there are minibatches to measure (at most 20), and returns
-    to meta. So this needs the memory of the largest layer only. The check needs eight times the parameters'
-    memory. If this memory is not free, there is no check, and the log says so. Microbatches are not timed.
+    to meta. So this needs the memory of the largest layer only. The check needs eight times the memory of the
+    parameters and buffers. If this memory is not free, there is no check, and the log says so. Microbatches
+    are not timed.
 
     Raises ValueError or TypeError for arguments or batches that do not fit. Source: PipeDream (SOSP'19),
     section 3.1.
@@ -285,7 +286,7 @@ class _Measurement:
 
     def time_error(self) -> float | None:
         """Returns half the width of the 95 % confidence interval of a minibatch's mean time, as a share of
-        that mean. None if there are too few minibatches.
+        that mean. None if there are too few minibatches, or if they take no time.
         """
         sums_ms = [
             sum(forward_ms) + sum(backward_ms)

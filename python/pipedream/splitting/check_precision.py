@@ -1,7 +1,7 @@
 """The check of cuts computes in float64 where it can. Owned by the thread that profiles.
 
 In float32 a sum in another order may differ by rounding as much as a slightly stale value does. In float64
-rounding is ten orders of magnitude smaller.
+rounding is more than eight orders of magnitude smaller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipedream.model.references import places_of, tensors_carried_by
 __all__ = ["NotInFloat64Error", "PrecisionSeen", "as_float64", "fits_in_float64", "in_float64"]
 
 # Compute capabilities of GPUs whose float64 is half as fast as their float32: P100, V100, A100, H100, B200.
-# On other GPUs float64 is 32 or 64 times slower.
+# On most other GPUs float64 is 32 or 64 times slower.
 _WITH_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 _WIDER = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 _WIDER_COMPLEX = {torch.complex64: torch.complex128}

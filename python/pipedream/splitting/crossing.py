@@ -101,8 +101,8 @@ class FrontierCall:
         )
 
     def flatten(self, output: Any) -> list[Any]:
-        """Returns the call's output as a flat list for pack(). Tensors that will be overwritten are
-        cloned.
+        """Returns the call's output as a flat list for pack(). Tensors that cross and will be overwritten are
+        cloned. Raises ValueError if the output differs from the first minibatch's so that it cannot cross.
         """
         if isinstance(output, Tensor) and self.structure.kind is None:  # most calls return one tensor
             return [self._checked(0, output)]
@@ -158,15 +158,16 @@ _FILLERS_MAX = 1024  # the most shapes for which fillers are kept
 
 
 class Fillers:
-    """Makes fillers for tensors that no code should read. Fillers share memory, so they take almost none.
-    Fillers of the same kind are one tensor. Their values are poison, because no code read them in the first
-    minibatch. If code reads one later, it fails on an index, or the loss becomes NaN.
+    """Makes fillers for tensors that no code should read. Fillers of one dtype and device share memory, so
+    they take almost none, and equal ones are one tensor. A filler that code overwrites has its own memory.
+    The values are poison, because no code read them in the first minibatch. If code reads one later, it fails
+    on an index, or the loss becomes NaN.
     """
 
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._made: dict[tuple[torch.dtype, torch.device, tuple[int, ...], DimOrder], Tensor] = {}
-        self._dtypes: dict[int, torch.dtype] = {}  # by the leaf's id(), where it differs from the leaf's
+        self._dtypes: dict[int, torch.dtype] = {}  # by the leaf's id(), from note()
 
     def note(self, leaf: PackedLeaf, tensor: Tensor) -> None:
         """Makes this leaf's fillers have the tensor's dtype from now on, because a check may run in another
@@ -226,7 +227,8 @@ class Crossing:
 
         outputs: the output of each frontier call, flattened when the call ended. A call may be missing
         because it was not made, if no tensor of its output crosses. fillers: the fillers of the next stage,
-        if that stage is in this process.
+        if that stage is in this process. Raises ValueError if tensors differ that were one tensor in the
+        first minibatch.
         """
         values: dict[int, Tensor | None] = {}
         sizes: list[int] = []

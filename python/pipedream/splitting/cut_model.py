@@ -188,8 +188,8 @@ class CutModel(CutForward):
         )
 
     def explain(self) -> str:
-        """Returns why the model cannot be cut at the first refused places; "" if there is no refused
-        place.
+        """Returns why the model cannot be cut at the first refused places, or why it has no place to cut at
+        all; "" if there are only offered places.
         """
         if is_compiled(self.module):
             return (

@@ -17,8 +17,8 @@ downstream, and ends at values that upstream operations make. Downstream code re
 inside a frontier call may have stored values elsewhere (a list of router logits). These values cross as well,
 and the hook is called again downstream.
 
-A cut is offered only where the result is exactly the same. Every other end of a call has a reason why no cut
-is offered there. Pure; any thread.
+A cut is offered only where the result is exactly the same. Every other end of a call, between the first and
+the last use of a parameter, has a reason why no cut is offered there. Pure; any thread.
 """
 
 from __future__ import annotations

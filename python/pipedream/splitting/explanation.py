@@ -107,7 +107,7 @@ class Explanation:
         return "\n".join([self._title(), *self._refused_lines()])
 
     def good_places(self) -> list[int]:
-        """Returns the layers after which fewer bytes cross than after both neighbours."""
+        """Returns the layers after which fewer bytes cross than after the layers next to them."""
         sizes = [layer.crossing_bytes for layer in self.layers[:-1]]
         return [
             index
@@ -150,7 +150,7 @@ class Explanation:
 
 
 def _in_one_unit(sizes: Sequence[int]) -> tuple[str, list[float]]:
-    """Returns a unit and the sizes in it. The largest size is at least 1."""
+    """Returns the largest unit in which some size is at least 1, or else bytes, and the sizes in it."""
     units = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes")]
     unit_bytes, unit = next((pair for pair in units if max(sizes) >= pair[0]), units[-1])
     return unit, [size / unit_bytes for size in sizes]

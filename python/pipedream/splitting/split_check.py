@@ -1,13 +1,15 @@
 """The split check tests whether a model that is cut at all of its cuts at once computes the same results as
 the whole model.
 
-The check runs two minibatches in sequence, with every layer as a stage of its own. Everything that a stage
-must not need is poison: tensors that do not cross, and parameters and buffers of other stages. Attributes
-that a stage sets are hidden from other stages, and come back when the stage runs the second minibatch.
-Losses, gradients and buffers are compared, in float64 if the model runs in float64.
+The check runs two minibatches in sequence, with every layer as a stage of its own. Poison replaces what a
+stage must not need: tensors that do not cross, and the floating-point parameters and buffers of other stages
+that its code reads. Attributes that a stage sets are hidden from other stages, and come back when the stage
+runs the second minibatch. Losses, gradients and buffers are compared, in float64 if the model runs in float64
+and memory is enough.
 
 The whole model and its stages draw the same random numbers, as in a run (draws.py). The check takes the time
-of about four minibatches. It restores everything that it changes. It runs on the thread that profiles.
+of about four minibatches if no cut is bad. It restores everything that it changes. It runs on the thread that
+profiles.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ _TOLERANCE_OF_MIXED = {torch.float32: 1e-6}
 _LEFT_OUT = "the second minibatch does not make the call that ends there"
 _REFUSED = "a stage refuses that: "
 _NEGLIGIBLE = 1e-2
-"""A gradient may be rounding only if it is below this share of the largest element of all gradients.
-Multiplied by the tolerance, the share is about ten times float32's rounding of that element.
+"""A gradient below this share of the largest element of all gradients may consist of rounding. The share
+times the tolerance is about ten times float32's rounding of that element.
 """
 
 
@@ -87,13 +89,15 @@ class _Outcome:
 
 
 def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> dict[int, str]:
-    """Returns the cuts that change the results, by position. The text says which result differs, or has the
-    error that the forward with the cut raises.
+    """Returns the cuts that change the results, and those that some minibatch does not reach, by position.
+    The text says which result differs, has the error that the forward with the cut raises, or says that the
+    cut is not reached.
 
     model: a list of layers or a CutModel. minibatches: (inputs, targets) on the model's device. The first
     NUM_CHECKED are used; if there are fewer, the last one is used again.
 
-    Raises ValueError if each cut alone is right and several together are not.
+    Raises ValueError if the cuts that are left, each right alone, change the results together. This is tested
+    only if some cut is not left.
     """
     if len(layer_names_of(model)) == 1:
         return {}
@@ -185,8 +189,8 @@ def _bad_places(check: _Check) -> dict[int, str]:
 
 
 def _bad_of(places: Sequence[int], difference: Callable[[Sequence[int]], str]) -> dict[int, str]:
-    """Returns the places at which a cut changes the results. The places are halved repeatedly, so a few bad
-    ones among many are found in few checks.
+    """Returns the places at which a cut alone changes the results. The places are halved repeatedly, so a few
+    bad ones among many are found in few checks.
     """
     found = difference(places)
     if not found:

@@ -63,11 +63,13 @@ def check_split(model: Model, plan: Plan) -> None:
     """Raises ValueError, one line naming the value and the remedy, unless the plan can cut the model.
 
     These are refused:
-    - more stages than layers, and a plan for another number of layers,
+    - more stages than layers, and a plan for another number of layers or for layers of other names,
     - buffers, or modules with buffers, that two stages share,
-    - trainable parameters of other dtypes than float32, float64 and bfloat16,
+    - parameters without a shape, and trainable ones of other dtypes than float32, float64 and bfloat16,
+    - parameters that overlap in memory and are not one nn.Parameter,
     - places that hold a view of a stage's parameter, because the stage could not train it,
-    - places that hold an unregistered parameter of another stage, for the same reason.
+    - places that hold an unregistered parameter of another stage, for the same reason,
+    - a tuple or partial with parameters that are tied across stages and parameters that are not.
 
     Parameters may be tied across stages: see find_ties().
     """
@@ -106,7 +108,7 @@ def _check_names(names: Sequence[str], plan: Plan) -> None:
 
 
 def _cut_as_planned(model: Model, plan: Plan) -> Model:
-    """Returns the model with only those of its cuts that the plan uses."""
+    """Returns the model with those of its cuts after which layers of the plan end."""
     return model.at(plan.cuts) if isinstance(model, CutModel) and plan.cuts is not None else model
 
 
