@@ -1,9 +1,9 @@
 """Defines the commands of the command line: pipedream explain | profile | profile-links | run | keys.
 
 planning_commands.py and checkpoint_commands.py have the other commands. A command runs on the main thread of
-its process. The exit status is 0 for success, 2 for a user's mistake, and 1 for any other failure; an error
-is one line on stderr. With --json stdout has exactly one JSON object. Nothing here imports torch before a
-command needs it.
+its process. The exit status is 0 for success, 2 for a user's mistake, 130 after an interrupt, and 1 for any
+other failure. An error is one line on stderr. With --json stdout has exactly one JSON object. Nothing here
+imports torch before a command needs it.
 """
 
 from __future__ import annotations

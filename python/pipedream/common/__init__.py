@@ -1,3 +1,3 @@
-"""This package has helpers that every other part uses: checks of arguments, units, tables, documents, errors.
+"""This package has helpers for all other packages: checks of arguments, units, tables, documents, errors.
 Torch-free.
 """

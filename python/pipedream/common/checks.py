@@ -70,8 +70,8 @@ def check_data(name: str, value: Any) -> None:
 
 
 def check_output_file(path: str | os.PathLike[str], name: str = "") -> None:
-    """Raises ValueError if the file cannot be written. Called before a long work, so that its result is not
-    lost. name: name of the argument, for the error.
+    """Raises ValueError if the file cannot be written. Call it before long work whose result would be lost.
+    name: name of the argument, for the error.
     """
     shown = f"{name} is {os.fspath(path)!r}" if name else os.fspath(path)
     file = Path(path).absolute()

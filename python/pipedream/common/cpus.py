@@ -1,8 +1,8 @@
 """Finds the CPUs that a run may use. Under taskset or in a container these are fewer than the machine has.
 The module also divides them into equal parts, one for the compute thread of each worker on a machine.
 
-A worker has a part only if all workers compute on the host and there are enough CPUs for all. No thread is
-bound to its part (cpu_share.h), because the machine may have other work.
+A worker has a part only if it computes on the host and the machine has enough CPUs for all its workers. No
+thread is bound to its part (cpu_share.h), because the machine may have other work.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cpus(cgroups: Path = _CGROUPS, own_cgroup: Path = Path("/proc/self/cgroup")) -> int:
-    """Returns the number of CPUs that this process may use, at least 1. The number is the smaller of two: the
-    CPUs in the process's affinity mask, and the quota of its control group (version 2) in whole CPUs.
+    """Returns the number of CPUs that this process may use, at least 1. The number is the smallest of the
+    CPUs in the process's affinity mask, the quota of its control group (version 2) in whole CPUs, and the
+    quotas of the groups around it.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder in _folders(cgroups, own_cgroup) if (quota := _quota(folder / "cpu.max"))]
@@ -58,7 +59,9 @@ def own_cpus(local_rank: int) -> list[int]:
 
 
 def share_of(cpus: list[int], local_rank: int, num_workers: int) -> list[int]:
-    """Returns one worker's part of the CPUs, in order. Empty if there are fewer CPUs than workers."""
+    """Returns one worker's part of the CPUs, in order. Empty if there are fewer CPUs than workers, or if the
+    local rank is not below num_workers.
+    """
     if local_rank >= num_workers or len(cpus) < num_workers:
         return []
     begin, end = (len(cpus) * rank // num_workers for rank in (local_rank, local_rank + 1))

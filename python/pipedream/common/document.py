@@ -155,9 +155,9 @@ def set_field(target: object, name: str, value: object) -> None:
 
 
 def read_value(field: str, value: object, kind: Any) -> Any:
-    """Returns a file's value as this type: float, int, str, X | None, a tuple, a mapping, or a dataclass or
-    named tuple of such types. An object of the file may lack a field whose default is None or empty, and may
-    have fields that the class lacks.
+    """Returns a file's value as the type `kind`: float, int, str, X | None, a tuple, a mapping, or a
+    dataclass or named tuple of such types. An object of the file may lack a field whose default is None or
+    empty, and may have fields that the class lacks.
 
     Raises ValueError naming the field. If the class refuses a value, the field's name is put in front.
     """

@@ -44,7 +44,7 @@ class PipelineError(RuntimeError):
 
 
 class WorkerLost(PipelineError):  # noqa: N818 (the words of the design)
-    """A worker process ended too early. The error names the worker's stage, replica and last minibatch."""
+    """A worker process ended too early. The error names the worker and its last minibatch."""
 
 
 class PeerLost(PipelineError):  # noqa: N818 (the words of the design)

@@ -57,9 +57,9 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def check_main_guard() -> None:
-    """Refuses a script without the `__main__` guard. Every function that such a script may call must call
-    this first. It does nothing unless a worker process is importing the script. Then it stores an error for
-    the caller and ends the process.
+    """Refuses a script without the `__main__` guard. Functions that would do long work while a script is
+    imported call this first. It does nothing unless a worker process is importing the script. Then it stores
+    an error for the caller and ends the process. In a process that no run has started it raises RuntimeError.
     """
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return

@@ -1,4 +1,4 @@
-"""Formats plain-text tables for print(plan) and print(profile), also as HTML for a notebook."""
+"""Formats plain-text tables, such as those of print(plan), also as HTML for a notebook."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Shortens tracebacks to the frames of the user's own code.
 
-PIPEDREAM_TRACEBACK=1 shows whole tracebacks. An error of an unexpected type is a bug of pipedream, so its
-traceback is always shown whole. Torch-free; any thread.
+PIPEDREAM_TRACEBACK=1 shows whole tracebacks. An error of an unexpected type that no user code raised is a bug
+of pipedream, so its traceback is always shown whole. Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def _say_in_one_line(interrupt: KeyboardInterrupt, function_name: str) -> None:
 
 
 def shorten(error: Exception) -> None:
-    """Cuts the tracebacks of the error and its causes down to the user's frames."""
+    """Cuts the tracebacks of the error and its causes down to the user's frames. A bug of pipedream keeps
+    them whole.
+    """
     if wants_whole_tracebacks():
         return
     if isinstance(error, _FORESEEN) or _is_users_error(error.__traceback__):

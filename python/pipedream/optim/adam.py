@@ -75,8 +75,8 @@ class _MomentOptimizer(NativeOptimizer):
 class Adam(_MomentOptimizer):
     """Adam (Kingma and Ba, ICLR'15), with amsgrad and with L2 or decoupled weight decay.
 
-    Arithmetic and arguments are the same as in torch.optim.Adam. Raises ValueError for an argument out of
-    range.
+    Arithmetic and arguments are the same as in torch.optim.Adam, but foreach, fused, capturable and
+    differentiable are left out. Raises ValueError for an argument out of range.
     """
 
     _STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -120,8 +120,8 @@ class Adam(_MomentOptimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR'19).
 
-    Arithmetic and arguments are the same as in torch.optim.AdamW. Raises ValueError for an argument out of
-    range.
+    Arithmetic and arguments are the same as in torch.optim.AdamW, but foreach, fused, capturable and
+    differentiable are left out. Raises ValueError for an argument out of range.
     """
 
     _TORCH_NAME = "torch.optim.AdamW"
@@ -151,7 +151,8 @@ class NAdamW(_MomentOptimizer):
     """Adam with Nesterov momentum (Dozat, ICLR'16 workshop) and decoupled weight decay.
 
     Arithmetic and arguments are the same as in torch.optim.NAdam(decoupled_weight_decay=True), except that
-    weight_decay is 0.01 by default, as in AdamW. Raises ValueError for an argument out of range.
+    weight_decay is 0.01 by default, as in AdamW, and that foreach, capturable and differentiable are left
+    out. Raises ValueError for an argument out of range.
     """
 
     _STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

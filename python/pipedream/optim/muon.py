@@ -34,8 +34,9 @@ class Muon(torch.optim.Optimizer):
 
     named_parameters: (name, parameter) pairs. `run` passes these to a factory with an argument of this name.
     matrices: (name, parameter) -> bool, whether Muon trains the parameter. The default chooses
-        two-dimensional parameters whose names contain no word for an embedding or a head. If the model is a
-        list of layers, names are numbers, so give a function of your own.
+        two-dimensional parameters, none of size 1 in a dimension, whose names contain no word for an
+        embedding or a head. If the model is a list of layers, names are numbers, so give a function of your
+        own.
     rest: (parameters) -> the other optimizer. The default is NAdamW with the same lr and weight_decay.
     adjust_lr_fn: the default "match_rms_adamw" makes updates as large as AdamW's, so that one learning rate
         suits both.

@@ -1,9 +1,11 @@
 """Native optimizers make a step in one pass over memory, from one version's slot to another's.
 
-They are torch optimizers with the same arguments, arithmetic and state_dict as in torch.optim. So they also
-work in a plain loop (in place), and with torch's lr schedulers. A pipeline calls `step_out_of_place`, which
-reads version v and writes version v + 1 without a copy. It calls `place_state` to put the optimizer's state
-into memory that the pipeline owns. On the host or on CUDA; used by one thread at a time.
+They are torch optimizers with the same arithmetic and state_dict as in torch.optim, and with the same
+arguments, except those that choose torch's implementation (foreach, fused, capturable, differentiable). So
+they also work in a plain loop (in place), and with torch's lr schedulers. A pipeline calls
+`step_out_of_place`, which reads version v and writes version v + 1 without a copy. It calls `place_state` to
+put the optimizer's state into memory that the pipeline owns. On the host or on CUDA; used by one thread at a
+time.
 """
 
 from __future__ import annotations

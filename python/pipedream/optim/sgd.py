@@ -16,8 +16,8 @@ __all__ = ["SGD"]
 class SGD(NativeOptimizer):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay.
 
-    Arithmetic and arguments are the same as in torch.optim.SGD, but sparse gradients are made dense. Raises
-    ValueError for an argument out of range.
+    Arithmetic and arguments are the same as in torch.optim.SGD, but sparse gradients are made dense, and
+    foreach, fused and differentiable are left out. Raises ValueError for an argument out of range.
     """
 
     _STATE_NAMES = ("momentum_buffer",)
