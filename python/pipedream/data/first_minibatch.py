@@ -100,9 +100,9 @@ def looked_at(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Iterabl
 
 
 def first_of(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Any:
-    """Returns the first minibatch. Epoch counters of the data, dataset and sampler are unchanged afterwards,
-    unless the data are PeekedData or cannot be copied. The generators of a DataLoader are unchanged. Raises
-    ValueError if there is no minibatch.
+    """Returns the first minibatch. Unless the data are PeekedData, the generators of a DataLoader are
+    unchanged afterwards. If the data can be copied, so are epoch counters of the data, dataset and sampler.
+    Raises ValueError if there is no minibatch.
     """
     if isinstance(data, PeekedData):
         first = data.peek()

@@ -80,9 +80,9 @@ def partition(
 
     `bandwidth` is a text with a unit ("10Gbit/s"), a number of bytes per second, or the result of
     profile_links(). With measured links a search starts from the formulas' optima for some of the bandwidths.
-    It returns the fastest plan that it finds, each over the links between its own ranks. `straight` allows
-    one replica per stage only. The plan's `predicted` compares it with one worker, data parallelism, model
-    parallelism and the straight pipeline.
+    Each plan is timed over the links between its own ranks, and the fastest that is found is returned.
+    `straight` allows one replica per stage only. The plan's `predicted` compares it with one worker, data
+    parallelism, model parallelism and the straight pipeline.
 
     memory: the memory that a worker may use, "16GiB" or bytes; one value for all workers, or one for each. It
         must hold weight versions, gradients, the optimizer's state, buffers for what replicas exchange, and
