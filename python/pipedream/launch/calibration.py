@@ -5,7 +5,7 @@ model's layers.
     one worker                                   the runtime's own work, and an update in place
     one stage per worker, 1 microbatch           workers that share the cores, and copies of weight versions
     one stage per worker, one works at a time    how much faster a worker is alone; the latency of an item
-    the same with pauses                         how much slower a worker is after a long wait
+    one works at a time, the last one pauses     how much slower a worker is after a long wait
     one stage per worker, 2 and 4 microbatches   the time of one microbatch of a minibatch (schedule flush)
     two replicas                                 an update that replicas share
 
@@ -76,8 +76,8 @@ def calibrate(
         cut, a microbatch is assumed to cost its share of a minibatch.
     workers: the number of workers that share this machine's cores in training; at least 2.
     minibatches: the number of minibatches in each run. A run repeats the first minibatches of the data. It
-        leaves out those of another size than the profile's. None: as many as one worker trains in half a
-        second, at least 30.
+        leaves out those of another size than the profile's, unless all have another size. None: as many as
+        one worker trains in half a second, but 30 to 2000.
     progress: shows on stderr how many runs are done, if stderr is a terminal.
 
     Raises ValueError for fewer than 2 workers or 20 minibatches, under torchrun, and as run() does.

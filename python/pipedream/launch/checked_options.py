@@ -2,7 +2,7 @@
 and the model.
 
 run_options.py checks each argument by itself. csrc/schedule/exclusions.cc lists the pairs of options that
-exclude each other. Runs on the caller's thread, before any process starts.
+exclude each other. Runs on the caller's thread, before run() starts any process.
 """
 
 from __future__ import annotations

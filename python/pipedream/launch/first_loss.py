@@ -2,15 +2,16 @@
 train another model than the caller's.
 
     workers   import, rehearse, train minibatch 0, write the loss to the status board
-    caller    starts the workers, computes the loss, looks every 50 ms for the workers' loss, compares
+    caller    starts the workers, computes the loss, looks every 50 ms or less for the workers' loss, compares
 
 Both use the initial weights. The losses are not compared if they may differ for a good reason: random numbers
 are drawn, the workers read another minibatch, a codec changes activations, the workers use another kind of
-device than the model's, or the model is on the meta device.
+device than the model's, the model is on the meta device, or the run continues an earlier one. They are not
+compared either if a loss is not finite, if the caller's computation fails, or with PIPEDREAM_CHECK=0.
 
 If a forward was run to cut the model, it has given the caller's loss. Otherwise the caller runs one forward
 in microbatches, without storing activations. With PIPEDREAM_CHECK=1 the caller computes gradients too, and
-compares their norms stage by stage. Runs on the caller's thread.
+compares their norms stage by stage, except with float16 or replicas. Runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ class FirstLoss:
             and all(codec_between(codec, s, s + 1) == NO_CODEC for s in range(plan.num_stages - 1))
             and not is_on_meta(self._roots())
             and device_of(self._roots()).type == choose_device_type()
-            # The forward that cut the model had the same minibatch and generators. It gave no loss if it drew
-            # random numbers.
+            # The forward that cut the model had the same minibatch and generators. If it drew random numbers,
+            # it gave no loss, and a forward here would draw them, too.
             and not (isinstance(self._model, CutModel) and self._model.loss is None)
         )
 

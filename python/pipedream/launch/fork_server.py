@@ -16,7 +16,7 @@ changed, another server is started.
 After step 1 the middle process ends, and its child is an orphan. The caller is a subreaper at that time, so
 the kernel makes the caller the worker's parent. So the caller learns the worker's exit status, and the worker
 ends when the caller ends. The server ends when the thread that started it ends, at the latest with the
-process. Any thread; only the server imports torch.
+process. Any thread. The caller's part of this module does not import torch.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 
 
 def start_server(*, compiler: Literal["if idle", "before forks"] | None = None) -> None:
-    """Starts the server if there is none. Returns at once, while the server imports torch.
+    """Starts the server if there is no usable one. Returns at once, while the server imports torch.
 
     compiler: makes the server also import torch's compiler. Otherwise torch's own optimizers would import it
     in every worker. "before forks" imports it before the next fork, "if idle" only if no fork waits."""
@@ -368,7 +368,7 @@ def _adopting_orphans() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, was.value, 0, 0, 0)
 
 
-# The functions from here on run in the server's process, and after a fork in the worker's.
+# The functions from here on run in the server's process, and after a fork in the worker's process.
 
 
 def serve(connection_file: int, parent_pid: int) -> None:

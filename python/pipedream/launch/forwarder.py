@@ -1,10 +1,11 @@
 """Forwards data that cannot be pickled to local workers. A thread of the caller's process iterates the data,
-and sends each minibatch to the workers of the first and the last stage.
+and sends each minibatch to the workers of the first and the last stage. Another thread forwards validation
+data.
 
-Only the forwarder sees every minibatch. If one is larger than planned, the forwarder ends the segment of the
-run (segment.py) and begins another segment:
+Workers cannot look ahead in forwarded data. If a minibatch is larger than planned, the forwarder ends the
+segment of the run, its part with one memory plan (worker/segment.py), and begins another segment:
 
-    1. reads a group of minibatches, after which the pipeline is empty (minibatch_source.py)
+    1. reads a group of minibatches, after which the pipeline may be emptied (minibatch_source.py)
     2. if one is larger than planned, writes the sizes that the next segment plans for into the run's folder
     3. sends the end of the data on each channel; a worker that finds the file knows that a segment follows
     4. when no worker needs the old channels any more, opens new channels for the larger minibatch
@@ -64,8 +65,8 @@ def forwarding(
 ) -> Iterator[Callable[[], RngState | None]]:
     """Forwards the data on a thread in the with block. With forwarded=None there is no such thread.
 
-    Yields a function that returns the generators' state after the last minibatch. Another run continues from
-    that state.
+    Yields a function that returns the generators' state after the last minibatch; None if the data have not
+    ended. Another run continues from that state.
     iterating: a lock that is held while the user's data are iterated, because the data draw from the
     generators of this process. Each run has its own lock. Otherwise data that never yield again would stop
     later runs."""
@@ -138,7 +139,7 @@ class _ValidationForwarder(threading.Thread):
                 for wanted in self._files.folder.glob("*.wanted"):
                     wanted.unlink()
                     boundary = int(wanted.stem)
-                    if boundary > newest:  # otherwise the other stage has already asked for this evaluation
+                    if boundary > newest:  # the first and the last stage both ask
                         newest = boundary
                         self._hand_over(boundary)
         except Exception as error:

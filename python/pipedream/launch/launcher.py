@@ -188,7 +188,8 @@ def _trained_weights_told(
     stages: list[StageModule], options: JobOptions, folder: Path, expected: FirstLoss
 ) -> Iterator[None]:
     """If the run in the with block fails, loads the newest weights of its workers into the model. The error
-    then says so. Loads nothing if the first loss has shown that the workers trained another model."""
+    then says so. Loads nothing with gather="none", or if the first loss has shown that the workers trained
+    another model."""
     try:
         yield
     except Exception as error:
@@ -262,8 +263,9 @@ def _functions_of(options: JobOptions) -> list[Any]:
 
 
 def _last_words_s(board: StatusBoard, folder: Path, peer_timeout_s: float) -> float:
-    """Returns for how many seconds workers of a failed run may save their weights. A worker has peer_timeout
-    to finish its work item. A worker that has begun to write has much longer."""
+    """Returns for how many seconds workers of a failed run may save their weights. It is 0 before any worker
+    has reached minibatch 1, because hardly anything is trained. A worker has peer_timeout to finish its work
+    item. If a worker has begun to write, all have much longer."""
     if board.newest() <= 0:
         return 0.0
     return _KEEPING_S_MAX if is_keeping(folder) else peer_timeout_s
@@ -333,7 +335,7 @@ def _lock(folder: Path) -> int:
     at the latest with the process."""
     made = folder / _LOCK_IN_THE_MAKING
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
-    with contextlib.suppress(OSError):  # without locks there is no lock file, so the folder is never removed
+    with contextlib.suppress(OSError):  # without locks there is no lock file, so nobody removes a left folder
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The file gets its name after flock(), so that nobody finds it unlocked.
         made.rename(folder / _LOCK)

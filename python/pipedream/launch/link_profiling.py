@@ -2,7 +2,7 @@
 
     agree      all ranks check that they have the same options, and take rank 0's run id
     rounds     in each round a rank has at most one partner and opens links to it; the lower rank leads
-    share      each leader publishes its measurements to all ranks
+    share      every rank publishes what it has measured as a leader to all ranks
 
 All pairs of a round measure at the same time. Runs on the caller's thread, which is the core's compute
 thread.

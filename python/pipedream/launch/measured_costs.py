@@ -366,7 +366,8 @@ class Standard:
 
 
 def kept(spans: Sequence[WorkSpan]) -> Iterator[tuple[WorkSpan, int]]:
-    """Yields (span, nanosecond at which the worker asked for its next work item). Leaves out the warm-up."""
+    """Yields (span, nanosecond at which the worker asked for its next work item). Leaves out the warm-up, and
+    the last item, which has no next one."""
     for span, following in itertools.pairwise(spans[int(len(spans) * _DISCARDED_SHARE) :]):
         yield span, following.asked_ns
 

@@ -1,5 +1,5 @@
-"""run() checks its arguments and then trains. It starts local workers. Under torchrun it is itself the worker
-of its rank. Runs on the caller's thread."""
+"""run() checks its arguments and then trains. In a plain script it starts local workers. Under torchrun it is
+itself the worker of its rank. Runs on the caller's thread."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def run(
 
     In a plain script it starts local workers, and returns in the caller when the model's weights and buffers
     are updated in place. Under torchrun it is this rank's worker. All ranks use rank 0's plan and initial
-    weights; rank 0 returns with the whole trained model, and `gather` says what the others get.
+    weights; `gather` says which ranks return with the whole trained model.
 
     model: any module; it is cut along its own forward, which runs once on the first minibatch for that. The
         layers of an nn.Sequential or a list are its items. float32, float64 or bfloat16. See docs/models.md.
@@ -224,8 +224,9 @@ def run(
     The error has the `losses` of the minibatches that were done, and the `minibatch` at which the run was;
     the model then has the newest weights of the stages whose workers live. If the run fails after the
     training, for example because a disk is full, the error says where the trained weights are. The first
-    Ctrl-C ends the run early with a result; a second one ends it at once. Warns if nothing is trainable, if
-    the model is in eval(), or if the plan leaves workers without work.
+    Ctrl-C ends the run early with a result; a second one ends it at once. Raises RuntimeError inside another
+    run, and in a process that may not start workers. Warns, for example, if nothing is trainable, if the
+    model is in eval(), or if the plan leaves workers without work.
     """
     if loss_fn is None:
         loss_fn = own_loss
@@ -303,8 +304,8 @@ def _told(
     """Tells the callbacks of the start and the end of the run in the with block.
 
     Yields (a function that tells the callbacks of the result, the options). If the run continues from a
-    checkpoint, the options have the decisions that the callbacks made before the checkpoint. Raises the error
-    that a callback has raised."""
+    checkpoint, the options have the callbacks' earlier decisions that still take effect (Continued.answers).
+    Raises the error that a callback has raised."""
     if not is_rank_0():
         yield lambda result: None, options
         return
@@ -368,7 +369,8 @@ def _cut(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMini
 
 def _with_evaluation(model: Model, options: JobOptions) -> JobOptions:
     """Runs the model once in eval mode with the first validation minibatch. Returns the options with the
-    places of the plan's cuts in that forward."""
+    places of the plan's cuts in that forward. Returns them unchanged without validation, and for a list of
+    layers, which is not traced."""
     validation = options.validation
     if validation is None:
         return options

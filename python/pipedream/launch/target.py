@@ -2,8 +2,8 @@
 
 The function takes no arguments. It returns a mapping or an object that has `model` and `data`. The result
 also needs `loss_fn` unless the model's output has the loss, and `optimizer` for a run. The result may have
-any other argument of pipedream.run. If the command line gives only the replicas of each stage, such as "2-1",
-share_out() gives each stage its layers. Runs on the main thread of the command.
+any other argument of pipedream.run, except `plan`. If the command line gives only the replicas of each stage,
+such as "2-1", share_out() gives each stage its layers. Runs on the main thread of the command.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _known() -> list[str]:
 
 
 def share_out(job: Job, counts: Sequence[tuple[int, int]], options: Mapping[str, Any]) -> Plan:
-    """Makes a plan in which each stage has the same share of the layers as it has of the workers.
+    """Makes a plan in which each stage has about the same share of the layers as it has of the replicas.
 
     counts: (replicas, spare shards) of each stage. options: further arguments of run(). To find the layers of
     a module, this runs the module once, as run() does."""

@@ -45,10 +45,10 @@ def run_processes(
 
     environment: further variables of the processes.
     is_explained: called with the exit codes so far; returns whether the cause of the failure is known.
-    look: called once all processes have started, then every look_s seconds as long as it returns True. An
-        error that it raises ends all processes.
+    look: called once all processes have started, then every look_s seconds, as long as it returns True and no
+        process has failed. An error that it raises ends all processes.
     last_words_s: returns the seconds that the other workers have to end by themselves, once the cause is
-    known.
+        known.
 
     Returns {rank: exit code} of the processes that failed by themselves, in the order of their ends. A
     negative code is a signal. No process is left running, even after an error.

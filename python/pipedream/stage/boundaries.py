@@ -1,11 +1,12 @@
 """A run has boundaries between groups of minibatches. At a boundary events may be due, such as an evaluation
 or a checkpoint. At boundary N a stage has made the updates of minibatches 0 to N - 1, and no update of
-minibatch N. N is a multiple of the group size, `minibatches_between_drains`.
+minibatch N. A group is the minibatches between two boundaries, and N is a multiple of its size
+(`minibatches_between_drains`). The rounds of all stages end at a boundary.
 
     stage 0     decides which events are due at N, once it has read the group that begins with minibatch N,
                 or has found the end of the data there
     messages    carry the decision downstream: all activations of that group, or the end of the data
-    stage s     calls its listeners twice, because forwards change buffers and updates change weights:
+    stage s     if events are due, calls its listeners twice: forwards change buffers, updates weights
                 begin   before its first FORWARD of the group: the buffers have their state of the boundary
                 reach   later, after UPDATE N - 1 and before UPDATE N: the weights have theirs
     STOP        the run ends at N, so minibatch N is not trained
@@ -16,11 +17,10 @@ An example for the boundary N = 5 at stage 0, with two minibatches in flight (F5
     F4 B3 U3 | F5    B4 U4      B5 U5      U4 makes version 5
            begin       reach
 
-A boundary may begin before the previous boundary is reached. A stage waits for other stages only if an
-evaluation's answer is needed at once. No stage looks ahead into its data. The last group may be incomplete.
+A boundary may begin before the previous boundary is reached. At a boundary stage 0 waits for other stages
+only if it needs a callback's answer, which may depend on their evaluations. The last group may be incomplete.
 Then some replicas get none of its microbatches, and so no decision. Therefore the evaluations and checkpoints
-that are due before an incomplete group are made at the end of the data.
-Owned by the worker's compute thread.
+that are due before an incomplete group are made at the end of the data. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ __all__ = [
 
 
 class BoundaryListener(Protocol):
-    """Does work at the boundaries of a worker. Each call is for one stage and one boundary. events: the
-    events that are due, as bits such as EVALUATE."""
+    """Does work at the boundaries of a worker. Each call is for one stage and one boundary, and names the
+    boundary by the minibatch after it. events: the events that are due, as bits such as EVALUATE."""
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
-        """Called before the stage's forward of this minibatch, after all its earlier forwards."""
+        """Called before the stage's forward of this minibatch, after all its earlier forwards. At the end of
+        the data there is no such forward."""
 
     def reach(self, stage: int, minibatch: int, events: int) -> None:
         """Called after begin(), between the stage's update of minibatch - 1 and the update of `minibatch`. A
@@ -70,7 +71,7 @@ class Planned:
 
 class StageZeroGate:
     """Decides at a replica of stage 0 which minibatches are trained, and which events are due at boundaries.
-    Each segment of a run has a gate of its own (worker/segment.py)."""
+    Each segment of a run, a part with one memory plan (worker/segment.py), has a gate of its own."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class StageZeroGate:
         saves_before: returns whether a SNAPSHOT is due at this boundary for a reason that does not follow
         from the data, such as the time.
         first_of_run: the boundary at which the run begins.
-        begins_with: all events that are due at first_of_run."""
+        begins_with: the events that are due at first_of_run, without those that callbacks ask for there."""
         self._source = source
         self._group_size = group_size
         self._planned = planned
@@ -108,12 +109,12 @@ class StageZeroGate:
         self.events = 0
         """Events that are due at the boundary before the current group."""
         self.end = (0, 0)
-        """(number of minibatches, events at the end of the data), once admits() has found the end."""
+        """(number of minibatches, events at the end), once admits() has found the end."""
 
     def admits(self, minibatch: int, fetch: Callable[[int], bool]) -> bool:
-        """Reads the minibatch and returns True. Returns False if there is no such minibatch, or if an
-        evaluation comes before it (evaluates_first). fetch: reads a minibatch, and returns whether it
-        exists."""
+        """Reads the minibatch and returns True. Returns False if the data or the run end before it (`end`),
+        or if an evaluation comes before it (evaluates_first). fetch: reads a minibatch, and returns whether
+        it exists."""
         self.evaluates_first = False
         group = minibatch - minibatch % self._group_size
         if group == self._group:
@@ -263,14 +264,14 @@ class Boundaries:
         return stage in self._begun
 
     def events_in_hand(self, minibatch: int) -> int:
-        """Returns the events of the minibatch's boundary if it is the newest that has begun at this worker. A
-        stage uses them if the previous stage is at the same worker."""
+        """Returns the events of the boundary before the minibatch's group, if it is the newest that has begun
+        at this worker; otherwise 0. A stage uses them if the previous stage is at the same worker."""
         group, events = self._newest
         return events if minibatch - minibatch % self.group_size == group else 0
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
-        """Tells the listeners that a boundary begins. Call it before each forward of this minibatch; only the
-        first call for a boundary has an effect. events: the events that the forward's activation carries."""
+        """Tells the listeners that a boundary begins. Call it before each forward of a group before which
+        events are due; only the stage's first call for a group has an effect."""
         group = minibatch - minibatch % self.group_size
         if self._begun[stage] == group:
             return

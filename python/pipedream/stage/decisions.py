@@ -1,5 +1,5 @@
 """Decides whether a run ends early, and which changes its callbacks make. These decisions do not follow from
-the data. They take effect at boundaries (boundaries.py).
+the data. They take effect at boundaries, which lie between groups of minibatches (boundaries.py).
 
     a wish to end   Rank 0 ends the run at its next boundary. If stage 0 has replicas, rank 0 names a later
                     boundary, which no replica has passed.
@@ -7,7 +7,8 @@ the data. They take effect at boundaries (boundaries.py).
                     Otherwise the answer takes effect `lead` minibatches later: there each replica of stage 0
                     waits for the answer.
 
-These objects outlive the segments of a run. Owned by the worker's compute thread.
+These objects serve all segments of a run, the parts with one memory plan each (worker/segment.py). Owned by
+the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Stopping:
     is rank 0's next boundary.
 
     If stage 0 has replicas, rank 0 names a boundary that no replica has passed. Rank 0 writes the order
-    before its next push. Each replica needs rank 0's push of every round, so it reads the order in time."""
+    before it sends the replicas gradients or weights again. No replica gets so far ahead without them, so
+    each reads the order in time."""
 
     def __init__(self, order: StopOrder, *, decides: bool, lead: int) -> None:
         """decides: whether this is rank 0. lead: number of minibatches from the boundary at which rank 0
@@ -84,14 +86,14 @@ class Stopping:
 
 
 class AnswerWay(Protocol):
-    """Carries questions to the callbacks, and answers to the stages. If a run continues earlier runs,
-    boundaries are counted from the first run on."""
+    """Carries questions to the callbacks, and answers to the stages. A boundary is given as the number of the
+    minibatch after it. If a run continues earlier runs, minibatches are counted from the first run on."""
 
     def ask(self, question: Question) -> None:
         """Asks the callbacks. Only rank 0 calls it."""
 
     def note_norm(self, norm: float) -> None:
-        """Notes the norm of the next update's gradients. Only rank 0 calls it."""
+        """Notes the norm of the gradients of stage 0's next update. Only rank 0 calls it."""
 
     waits: bool
     """Whether the run has to wait for answers that decide nothing, too."""
@@ -159,7 +161,7 @@ class Asking:
         self._losses[minibatch] = self._losses.get(minibatch, 0.0) + part
 
     def note_norm(self, norm: float) -> None:
-        """Tells rank 0's callbacks the norm of the next update's gradients."""
+        """Tells the callbacks the norm of an update's gradients. Does nothing except at rank 0."""
         if self._asks:
             self._way.note_norm(norm)
 
@@ -199,8 +201,8 @@ class Asking:
 
     def ask_again(self, group: int, source: MinibatchSource) -> int:
         """Asks the question of the run's first group again. Call it if the run continues from a checkpoint
-        whose evaluation was still due, and that evaluation is over now. Returns the events of an answer that
-        is due at once."""
+        whose evaluation was still due; if answers_at_once, call it after that evaluation. Returns the events
+        of an answer that is due at once."""
         self._evaluations.append(group)
         self._ask(group, (), source)
         return self._due_events(group)
@@ -274,7 +276,8 @@ class RateChanges:
 
 @dataclass(frozen=True)
 class Steered:
-    """The objects that let callbacks and users change a run. They live through all segments of the run."""
+    """The objects through which callbacks and users change a run. One that this worker or run does not need
+    is None."""
 
     stopping: Stopping | None = None
     asking: Asking | None = None
@@ -295,7 +298,7 @@ def loss_of_bits(bits: int) -> float:
 
 def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:
     """Returns the number of minibatches by which a replica of stage 0 may be ahead of rank 0, rounded up to
-    whole groups."""
+    whole groups; 0 without other replicas."""
     rounds = _core.rounds_of(schedule, 0)
     if rounds.num_replicas == 1:
         return 0
@@ -306,9 +309,9 @@ def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:
 
 
 def answer_lead(schedule: _core.ScheduleOptions) -> int:
-    """Returns the number of minibatches from a question's boundary to the boundary of its answer. When stage
-    0 reaches the answer's boundary, the backwards of all minibatches before the question have come back. So
-    stage 0 knows their losses, and waits only for the callbacks."""
+    """Returns the number of minibatches from a question's boundary to the boundary of its answer; 0 if the
+    schedule drains. When stage 0 reaches the answer's boundary, it has done the backwards of all minibatches
+    before the question. So it knows their losses, and waits only for the callbacks."""
     if _core.drains_every_minibatch(schedule):
         return 0
     return _in_groups(schedule, _in_flight(schedule))

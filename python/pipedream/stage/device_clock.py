@@ -43,7 +43,8 @@ class _Item:
     """One work item. Its events are None if the item called no user code."""
 
     recorded_ns: int
-    """The host's time when the first event was recorded. The device did not begin the item earlier."""
+    """The host's time when the first event was recorded, or when an item without events was completed. The
+    device did not begin the item earlier."""
     begin: TimingEvent | None
     end: TimingEvent | None
 
@@ -65,7 +66,7 @@ class DeviceClock:
         self._now_ns = now_ns
         self._free: list[TimingEvent] = []
         self._doing = _Item(0, None, None)
-        self._pending: deque[_Item] = deque()  # its length is bounded by the items in flight
+        self._pending: deque[_Item] = deque()  # completed items that the device may not have done yet
         self._anchor = make_event()  # the latest event that the device has passed
         self._anchor.record()
         self._anchor.synchronize()

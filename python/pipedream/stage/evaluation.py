@@ -1,14 +1,15 @@
-"""An evaluation runs the forwards of validation minibatches at the stages of one worker. The last stage
-measures loss and metrics.
+"""Runs the evaluations at the stages of one worker: forwards of validation minibatches. The last stage
+measures loss and metrics. An evaluation is due at a boundary between two minibatches (boundaries.py).
 
-    begin          before the first FORWARD after a boundary: copies what forwards write, tells the core
+    begin          before the first FORWARD after the boundary: copies what forwards write, tells the core
     EVALUATE       runs layers in eval mode, with the weights of the boundary and the copies
     last EVALUATE  finds no more validation minibatches; the last stage then has a result
 
-Evaluations make no gradients. Layers run on copies of the buffers and of the frozen weights that forwards
-write, and the loss is a copy too. So all of these, generators and modes are unchanged afterwards. The
-EVALUATE items of one evaluation form a block: no other item runs in between. If a stage has replicas, only
-replica 0 evaluates, with its own buffers. Owned by the worker's compute thread.
+If callbacks must hear of the evaluation before the next FORWARD, there is no begin, and the first EVALUATE
+makes the copies. Evaluations make no gradients. Layers run on copies of the buffers and of the frozen weights
+that forwards write, and the loss is a copy, too. So all of these, generators and modes are unchanged
+afterwards. The EVALUATE items of one evaluation form a block: no other item runs in between. If a stage has
+replicas, only replica 0 evaluates, with its own buffers. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class EvaluatedStage:
     averages: Averages | None
     """The averages to evaluate. None: the weights are evaluated."""
     boundary_in: Boundary | None
-    """The boundary of the eval-mode forward; None at the first stage."""
+    """The tensors from the stage upstream in the eval-mode forward; None at the first stage."""
     boundary_out: Boundary | None
-    """The boundary with the stage downstream; None at the last stage."""
+    """The tensors to the stage downstream in the eval-mode forward; None at the last stage."""
 
     def bind(self, work: _core.WorkItem) -> None:
-        """Makes the layers read the weights of the boundary that is evaluated, or the averages."""
+        """Makes the layers read what is evaluated: the averages, or the weights before work.minibatch."""
         averages, weights = self.averages, self.weights
         if averages is None:
             weights.bind(work.read_slot, self.tied.slots_at(work.minibatch))
@@ -122,7 +123,8 @@ class Measures:
         self._sums = {name: [] for name in self._metrics}
 
     def add(self, loss: Tensor, output: Any, inputs: Any, targets: Any) -> None:
-        """Adds one minibatch. Raises ValueError if the kept outputs would take too much memory."""
+        """Adds one minibatch. Raises ValueError if the kept outputs would take too much memory, and TypeError
+        if a metric returns no pair."""
         count = samples_of(inputs, targets) or 1
         self.num_samples += count
         weight = float(count if self._weight_fn is None else self._weight_fn(targets))
@@ -149,7 +151,9 @@ class Measures:
 
     def result(self) -> Figures:
         """Returns the figures of the evaluation, and begins the next. The loss is the mean weighted by the
-        minibatches' weights. A metric is the sum of its values divided by the sum of its counts."""
+        minibatches' weights. A metric is the sum of its values divided by the sum of its counts. A metric of
+        whole outputs may return several figures by name instead. Raises ValueError if two figures have one
+        name, and TypeError as add() does."""
         several: Figures = {}
         if self._keeps_outputs:
             outputs, targets = ([pair[index] for pair in self._kept] for index in (0, 1))
@@ -228,15 +232,15 @@ class Evaluations:
         """For each (stage, boundary), copies of what forwards write."""
         self._kept_losses: dict[int, Any] = {}
         """Copies of the loss, by boundary, at the last stage."""
-        self._running: contextlib.ExitStack | None = None  # None outside a block
-        self._written_memory: dict[int, set[int]] = {}  # by stage, inside a block
-        self._num_over = 0  # number of this worker's stages that have ended the block
+        self._running: contextlib.ExitStack | None = None  # None if no evaluation runs here
+        self._written_memory: dict[int, set[int]] = {}  # by stage, during an evaluation
+        self._num_over = 0  # number of this worker's stages that have ended the evaluation
 
     # The calls of a BoundaryListener.
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
         if not events & EVALUATE or minibatch <= self._boundary:
-            return  # an earlier stage of this worker began the evaluation, and it is already over
+            return  # no evaluation is due, or it is over: an earlier stage of this worker began it
         self._kept[stage, minibatch] = self._copies_of(stage)
         if stage == self._last:
             self._kept_losses[minibatch] = self._copy_of_loss()
@@ -281,7 +285,8 @@ class Evaluations:
         return []
 
     def finish(self) -> None:
-        """Gives the modules their own modes and buffers back. Call it after a failure, too."""
+        """Gives the modules their own modes and buffers back, at the end of an evaluation or after a
+        failure."""
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -306,8 +311,9 @@ class Evaluations:
         self._measures.add(loss, output, batch[0], targets)
 
     def _read(self, work: _core.WorkItem) -> tuple[Any, Any, int] | None:
-        """Returns (inputs, targets, fingerprint) of the minibatch; None after the last minibatch. The first
-        and the last stage read the data, and the last stage compares the fingerprints."""
+        """Returns (inputs, targets, fingerprint) of the minibatch. Returns None after the last minibatch, and
+        at stages that are neither first nor last, which read no data. The last stage compares its fingerprint
+        with that of the first stage."""
         if self._reader is None or work.stage not in (0, self._last):
             return None
         batch = self._user.run("reading validation data", self._reader.next)

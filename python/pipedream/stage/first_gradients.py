@@ -35,7 +35,8 @@ class FirstGradients:
 
 
 def make_first_gradients(folder: Path | None, num_microbatches: int) -> FirstGradients | None:
-    """Makes the writer; None without PIPEDREAM_CHECK=1. folder: the folder of the run."""
+    """Makes the writer. Returns None without PIPEDREAM_CHECK=1 or without a folder. folder: the run's folder;
+    None under torchrun, where nothing is compared."""
     if folder is None or not compares_gradients():
         return None
     return FirstGradients(FirstFigures(folder), num_microbatches)

@@ -89,7 +89,8 @@ class Continued:
     """Whether a callback has asked for an evaluation at this minibatch. Callbacks are told of it one boundary
     later."""
     answers: Sequence[tuple[int, int, float]] = ()
-    """(minibatch, events, rate factor) of the callbacks' decisions that take effect after the checkpoint."""
+    """(minibatch, events, rate factor) of the callbacks' decisions that take effect after the checkpoint, or
+    that stop the run at it."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,8 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The options of a run. Workers compare them, so they are equal at all workers (common/agreement.py).
-    Fields that are declared OWN are not compared. The plan is one of these, because all workers take rank 0's
-    plan."""
+    """The options of a run. Workers compare them (common/agreement.py), except fields that are declared OWN.
+    The plan is one of these, because all workers take rank 0's plan."""
 
     plan: Plan = field(metadata=OWN)
     loss_fn: Callable[[Any, Any], Tensor] = field(metadata=OWN)
@@ -137,7 +137,7 @@ class JobOptions:
     on_nonfinite: str
     output: OutputOptions
     weights: WeightSource = field(metadata=compared(said=given))
-    """The source of weights that are on the meta device."""
+    """The source of the initial weights of a model on the meta device."""
     num_threads: int = field(metadata=OWN)
     """Torch's threads per worker."""
     call_points: CallPoints = field(default=CallPoints(), metadata=compared("callbacks", repr))
@@ -188,7 +188,8 @@ class JobOptions:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether every gradient of a replica makes an update of its own."""
+        """Whether replicas update by asynchronous shards: the gradient that one replica pushes in a round
+        makes an update of its own (update/asynchronous_server.py)."""
         return self.replication.sync == "asp" and self.has_replicas
 
     def has_shards_at(self, stage: int) -> bool:
@@ -200,8 +201,9 @@ class JobOptions:
 
     @property
     def may_choose_boundaries(self) -> bool:
-        """Whether rank 0 can choose a boundary that the other replicas of stage 0 have not passed. It cannot
-        with asynchronous shards, because then nothing bounds how far a replica may be ahead of rank 0."""
+        """Whether rank 0 can choose a point between two minibatches that the other replicas of stage 0 have
+        not passed. It cannot if stage 0 has asynchronous shards, because then nothing bounds how far a
+        replica may be ahead of rank 0."""
         return not self.is_asynchronous_at(0)
 
     @property
@@ -243,8 +245,8 @@ class JobOptions:
         )
 
     def job(self, ties: Sequence[tuple[int, int]] = ()) -> Job:
-        """Returns the facts about this run from which the core finds options that exclude each other. ties:
-        as in schedule_options()."""
+        """Returns the facts about this run by which the core finds options that exclude each other. ties: as
+        in schedule_options()."""
         replicas = [stage.num_replicas for stage in self.plan.stages]
         is_float16 = self.autocast is torch.float16
         exchanges = self.reduces_together and self.measures_gradients and len(replicas) > 1
@@ -340,7 +342,7 @@ class LinkedRun:
     links: LinkOptions
     describe_worker: Callable[[int], str]
     plan_hash: int = 0
-    """The hash of the plan. It must be equal at all ranks, or no channel opens."""
+    """The hash of the plan. A channel opens only if it is equal at both ends."""
 
     def describe_ends(self, *ranks: int) -> str:
         return " and ".join(map(self.describe_worker, sorted(ranks)))

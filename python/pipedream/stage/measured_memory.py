@@ -38,8 +38,9 @@ __all__ = ["MeasuredMemory", "measured_until"]
 def measured_until(plan: Plan, schedule: _core.ScheduleOptions, device: torch.device) -> int | None:
     """Returns the last minibatch that is measured on the host. None means that all minibatches are measured.
 
-    With n microbatches in flight at each of r replicas, n r microbatches fill the pipeline. Measuring goes on
-    for r minibatches more, so that a backward and an update run while the pipeline is full."""
+    With n microbatches in flight at each of r replicas, n r microbatches fill the pipeline, and they are at
+    most n r minibatches. Measuring goes on for r minibatches more, so that a backward and an update run while
+    the pipeline is full."""
     num_replicas_max = max(stage.num_replicas for stage in plan.stages)
     num_measured = (max(schedule.in_flight) + 1) * num_replicas_max
     return None if device.type == "cuda" else schedule.first_minibatch + num_measured

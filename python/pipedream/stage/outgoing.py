@@ -1,5 +1,5 @@
 """Prepares the tensors that a stage sends. The memory of such a tensor must not change until the tensor has
-been sent. The core copies tensors that are not plain contiguous memory (exportable() in model/boundary.py).
+been sent. Tensors that are not plain contiguous memory are copied (exportable() in model/boundary.py).
 Stateless."""
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def nothing_like(boundary: Boundary, device: torch.device, *, gradients: bool) -> list[Tensor]:
-    """Returns the empty tensors that an empty microbatch sends in place of a boundary's tensors. gradients:
-    whether they are sent upstream, in place of gradients."""
+    """Returns tensors without samples, which an empty microbatch sends in place of a boundary's tensors.
+    gradients: whether they are sent upstream, in place of gradients. If the boundary has no tensor to
+    replace, returns one byte."""
     specs = [spec for spec in boundary.tensors if spec.requires_grad or not gradients]
     if not specs:
         return [_no_gradient(device)]

@@ -133,7 +133,7 @@ class StagePasses:
 
     def origins_of_nan(self, stashed: Stashed, targets: Any) -> list[str]:
         """Describes the places where the NaN of a microbatch's loss began. Returns an empty list if none is
-        found. Call it after the forward."""
+        found, or if the plan has one stage, whose input is not kept. Call it after the forward."""
         boundary = self._boundary_in
         if boundary is None:
             return []

@@ -46,14 +46,15 @@ from pipedream.update.stage_state import HeldVersions
 
 __all__ = ["DATA", "EVALUATED", "KINDS", "LOSS", "PENDING", "PROCESS", "Record", "StageSaver"]
 
+# Keys of the JSON that a checkpoint has for each replica of a stage, its part (checkpoint/manifest.py).
 KINDS = "kinds"
-"""Key of a part's state. Its value lists the shapes of minibatches that memory is planned for."""
+"""Key of a list: the shapes of minibatches that memory is planned for."""
 EVALUATED, PENDING = "evaluated", "evaluates"
-"""Keys of a part's state. EVALUATED: the evaluations so far, as replica 0 of the last stage reports them.
-PENDING: whether an evaluation is due at the snapshot's boundary and runs after the snapshot."""
+"""EVALUATED: the evaluations so far, as replica 0 of the last stage reports them. PENDING: whether an
+evaluation is due at the snapshot's boundary and runs after the snapshot."""
 DATA, PROCESS, LOSS = "data", "process", "loss"
-"""Keys of a part's state. DATA: the data's position. PROCESS: the generators of the worker's process. LOSS:
-the state of the loss, at the last stage (LossState.changed)."""
+"""DATA: the data's position, at the first stage. PROCESS: the generators of the worker's process. LOSS: the
+state of the loss, at the last stage (LossState.changed)."""
 Record = Mapping[str, Sequence[Any]]
 """Reports of earlier minibatches. "losses" has this worker's losses in this run, and "losses_before" all
 workers' losses in the earlier runs. The other keys are "samples", "epochs" and "evaluated"."""
@@ -95,7 +96,7 @@ class StageSaver:
         loss_state: LossState | None = None,
     ) -> None:
         """header: the header of every checkpoint, without its position.
-        facts: entries that the state of every part contains.
+        facts: entries of the JSON of every part.
         names: by stage, the result of names_of_stage().
         before: the reports of the minibatches before this segment.
         keep_residuals: returns the residuals of the worker's channels, once everything is sent. A residual is
@@ -174,8 +175,8 @@ class StageSaver:
         return vars(self._writer.figures)
 
     def before_backward(self, work: _core.WorkItem) -> None:
-        """Copies the newest version of a stage that does not stash, because the next update may overwrite the
-        stage's only slot."""
+        """Copies the newest version of a stage that does not stash, if a checkpoint's boundary has begun and
+        is not reached. The next update may overwrite the stage's only slot."""
         for begun in self._begun[work.stage]:
             self.runners[work.stage].keep_version(work, begun.held)
 

@@ -2,7 +2,7 @@
 parameters and has no minibatches.
 
     round t, the minibatches of one update
-    RECV push                    gradients of the shard, from all replicas that have a minibatch in the round
+    RECV push                    gradients of the shard, from all replicas with microbatches in the round
     UPDATE                       makes the mean gradient, and version t + 1 of the shard, chunk by chunk
     SEND pull, with the update   version t + 1 of the shard, to all replicas
 

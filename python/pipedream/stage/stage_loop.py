@@ -1,5 +1,12 @@
-"""The loop of one worker. It gets work items from the core. The runner of the item's stage executes an item,
-and then the loop reports the item to the core as done. Owned by the worker's compute thread.
+"""The loop of one worker. It gets work items from the core, passes each item to the object that does it, and
+reports it to the core as done.
+
+    FORWARD, RECOMPUTE, BACKWARD, UPDATE    the stage's runner         stage_runner.py
+    EVALUATE                                the evaluations            evaluation.py
+    SEND, RECV                              the transfers              edge_transfers.py
+
+A run whose memory is planned again has several segments (worker/segment.py). Each segment has a loop of its
+own. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -80,7 +87,8 @@ class WorkerLoop:
         saves_before: Callable[[int], bool] | None,
     ) -> None:
         """prepared: this worker's stages in ascending order.
-        input_boundary: the boundary that the inputs of stage 0 are checked against. None checks nothing.
+        input_boundary: the planned tensors that the inputs of stage 0 are checked against. None checks
+        nothing.
         draws: makes the random draws of these stages depend on the microbatch. None: draws come from the
         process's generators.
         backward_seeds: seeds of the backwards' random draws, by stage.
@@ -193,7 +201,8 @@ class WorkerLoop:
         )
 
     def _first_events(self) -> int:
-        """Returns the events that are still due at the checkpoint that the run continues from."""
+        """Returns the events that are still due at the checkpoint that the run continues from; 0 if it
+        continues from none."""
         continues = self._options.continues
         if continues is None or self._data.first_minibatch != continues.minibatch:
             return 0
@@ -253,8 +262,8 @@ class WorkerLoop:
         )
 
     def _tells_losses(self) -> bool:
-        """Whether this worker sends its losses to the first stage. A local worker does not, because its
-        caller reads the losses from the status board."""
+        """Whether the last stage sends its losses to the first stage, for callbacks. Local workers do not,
+        because their caller reads the losses from the status board."""
         return self._options.call_points.at_epochs and self._place.folder is None
 
     def _show_evaluation(self, boundary: int, samples: int, figures: Mapping[str, float]) -> None:
@@ -318,8 +327,8 @@ class WorkerLoop:
         return None if self._position.minibatch < 0 else self._position.minibatch
 
     def train(self, goes_on: Callable[[], bool]) -> dict[str, Any]:
-        """Trains until there are no more minibatches, and returns the report. goes_on: called at the end. It
-        returns whether only this segment of the run is over."""
+        """Trains until the data of this segment are over or the run is stopped, and returns the report.
+        goes_on: called at the end. It returns whether another segment of the run follows."""
         core = self._core
         core.start(options=self._schedule, rank=self._place.rank, edges=self._edges, tensors=TENSORS)
         newest_slots = {part.stage.stage_index: part.start.newest_slot for part in self._prepared}
@@ -410,7 +419,7 @@ class WorkerLoop:
 
     def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | None:
         """Does the work item, and returns the tensors to send. Returns None for a forward whose minibatch is
-        not admitted."""
+        not admitted (StageZeroGate.admits)."""
         kind = work.kind
         if work.edge is not None:
             return self._transfers.do(work, runner.gradient_slot)
@@ -486,7 +495,7 @@ class WorkerLoop:
 
     def _check_end(self, num_minibatches: int) -> None:
         """Checks that this worker's data end at the same minibatch as the data of the worker that found the
-        end. Without replicas, stage 0 finds the end itself and checks nothing."""
+        end. Without shards, each replica of stage 0 finds the end itself and checks nothing."""
         replicas, looks_ahead = bool(self._servers), self._data.looks_ahead
         for runner in self._runners.values():
             is_told = replicas if runner.is_first else runner.is_last

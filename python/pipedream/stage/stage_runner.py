@@ -1,4 +1,4 @@
-"""The runner executes the work items of one stage. Each kind of item has these inputs and outputs:
+"""The runner executes these work items of one stage, which have these inputs and outputs:
 
     FORWARD    data or received tensors -> outputs, and a stash for the backward
     RECOMPUTE  the stash -> the stash with its graph
@@ -67,9 +67,9 @@ class StageParts:
     """The objects of a worker that the runner of one stage uses."""
 
     boundary_in: Boundary | None
-    """The boundary with the stage upstream; None at the first stage."""
+    """The tensors that cross from the stage upstream; None at the first stage."""
     boundary_out: Boundary | None
-    """The boundary with the stage downstream; None at the last stage."""
+    """The tensors that cross to the stage downstream; None at the last stage."""
     in_microbatches: bool
     """Whether the data yield Microbatches. Then batch norms count each batch of a minibatch as one step."""
     reader: BatchReader | None
@@ -77,7 +77,7 @@ class StageParts:
     losses: LossRecord | None
     """The record of losses; None except at the last stage."""
     boundaries: Boundaries
-    """The boundaries of the worker."""
+    """The points between minibatches at which the worker has events such as checkpoints (boundaries.py)."""
     gate: StageZeroGate | None
     """Decides which minibatches are trained; None except at the first stage."""
     tells_losses: bool
@@ -126,8 +126,8 @@ class StageRunner:
         self.gradient_slot = 0
         """The slot of the version whose leaves hold the gradients."""
         self.loss_scale = 1.0
-        """The factor by which the latest backward's loss is multiplied. With _sums_shares it is instead the
-        sum of the weights of this replica's microbatches in the round so far."""
+        """The factor by which the latest backward's loss is multiplied. With _sums_shares and replicas of the
+        stage, it is instead the sum of the weights of this replica's microbatches in the round so far."""
         self._share = 0.0
         self.meter: WorkMeter | None = None
         """Measures forwards, recomputes and backwards; None if nothing is measured."""
@@ -189,8 +189,8 @@ class StageRunner:
     # Forward.
 
     def forward(self, work: _core.WorkItem) -> list[Tensor] | None:
-        """Returns the outputs; an empty list at the last stage. Returns None if the minibatch is not
-        admitted, for example at the end of the data."""
+        """Returns the outputs; an empty list at the last stage. Returns None if the first stage does not
+        admit the minibatch, for example at the end of the data."""
         piece = self._read(work)
         if piece is None:
             return None
@@ -255,7 +255,8 @@ class StageRunner:
             )
 
     def _read(self, work: _core.WorkItem) -> Microbatch | None:
-        """Returns the microbatch's data; None if its minibatch is not admitted."""
+        """Returns the microbatch's data; None if the first stage does not admit its minibatch. Raises
+        DataMismatch at the last stage if the first stage has read other data."""
         reader = self.parts.reader
         if reader is None:
             return Microbatch(fingerprint=work.data_fingerprint, is_empty=work.is_empty)
@@ -270,15 +271,16 @@ class StageRunner:
         return piece
 
     def _admits(self, minibatch: int) -> bool:
-        """Reads the minibatch's data. Returns False if the minibatch does not exist or must wait."""
+        """Reads the minibatch's data. Returns False if there are none. At the first stage also returns False
+        if the run ends before the minibatch, or if an evaluation comes first."""
         assert self.parts.reader is not None
         source = self.parts.reader.source
         fetch = functools.partial(self._user.run, "reading data", source.fetch)
         return fetch(minibatch) if self._gate is None else self._gate.admits(minibatch, fetch)
 
     def _begin_boundary(self, work: _core.WorkItem) -> int:
-        """Returns the events that are due at the boundary before the forward's group, and tells the
-        boundary's listeners."""
+        """Returns the events that are due at the boundary before the forward's group of minibatches, and
+        tells the boundary's listeners."""
         events = work.boundary_events
         if self._gate is not None:
             events = self._gate.events
@@ -297,7 +299,7 @@ class StageRunner:
             self.fields.gradients_overflowed = overflowed or told
 
     def _take_overflow(self) -> bool:
-        """Returns whether an update was skipped since the last call, perhaps in the previous segment."""
+        """Returns whether an update was skipped since the last call, perhaps in an earlier segment or run."""
         assert self._loss_scaling is not None
         before = self._loss_scaling.take_kept()
         return self._gradients.take_overflow() or before
@@ -534,8 +536,8 @@ class StageRunner:
         own.end_update(write_slot)
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
-        """Ends the run or a segment of it. Call it after all updates. newest_slot: the slot of the last
-        version. is_over: whether the whole run is over, not only a segment."""
+        """Ends a segment, a part of the run with one memory plan. Call it after all updates. newest_slot: the
+        slot of the last version. is_over: whether the run is over, too."""
         self._gradients.finish(newest_slot, is_over=is_over)
         if self._loss_scaling is not None and not is_over:
             self._loss_scaling.keep(overflowed=self._gradients.take_overflow())

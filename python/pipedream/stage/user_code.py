@@ -2,9 +2,9 @@
 minibatch. Owned by the worker's compute thread.
 
 After a loss of NaN has failed a run, the last stage's forward runs once more to find where the NaN began.
-Every operation is examined. If an operation reads a NaN and its result has a NaN, the latter has the origins
-of the former. If it reads none, the operation itself is the origin. A NaN that does not reach the loss is
-ignored. The search takes the time of a forward and about 50 us per operation.
+Every operation whose result has a NaN is examined. If the operation reads a NaN, too, its result has the
+origins of the NaN that it reads. Otherwise the operation itself is the origin. A NaN that does not reach the
+loss is ignored. The search takes the time of a forward and about 50 us per operation.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class UserCode:
         try:
             return function(*arguments)
         except (PipelineError, _core.RunFailure):
-            raise  # the core has failed to receive data, so the error is not the user's
+            raise  # this error already names its place, or a link has failed while data were received
         except Exception as error:
             raise PipelineError(f"{self._where(what)}: {describe_error(error)}") from error
         finally:

@@ -9,18 +9,22 @@ sends the updated shard back to the replica that pushed the gradient.
                                                    it has: j + 1 of replica q, and those of others so far
 
 No replica waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam,
-OSDI'14). In a round each replica has the same number of microbatches, and pushes their weighted mean
-gradient. With r replicas a round makes r updates, each with the full learning rate. A replica receives the
-answer to a push before it pushes again, so an owner keeps at most one answer per replica. An owner has this
-memory:
+OSDI'14). In a round each replica has the same number of microbatches, except in a short last round, and
+pushes their weighted mean gradient. With r replicas a round makes r updates, each with the full learning
+rate. A replica receives the answer to a push before it pushes again, so an owner keeps at most one answer per
+replica. An owner has this memory:
 
     master     the shard as it is now, in memory that forwards do not read
     answers    one copy of the shard for each other replica, until it has been sent
     slots      the versions that forwards read, as with shards that are not asynchronous
 
+A shard has parts (shards.ShardPart), each of which the optimizer updates in one call. A part is a chunk, or
+the whole shard if the optimizer needs whole tensors.
+
 Two threads work here. The worker's compute thread pushes, makes the replica's own updates and pulls. A second
 thread serves the other replicas at any time. A lock guards the master, the optimizer and the count of
-updates. When the run ends, each owner sends all replicas its master, which then has every gradient.
+updates. When the run or a segment of it (worker/segment.py) ends, each owner sends the other replicas its
+master, which then has every gradient.
 """
 
 from __future__ import annotations
@@ -137,7 +141,7 @@ class AsynchronousServer(ShardClient):
         flat = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
         return flat.view(leaf.dtype).data
 
-    # The compute thread calls these functions for the replica's own gradients.
+    # The compute thread calls these functions.
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """Prepares the update of this shard with the replica's own gradient of the minibatch's round."""
@@ -170,8 +174,8 @@ class AsynchronousServer(ShardClient):
             self._contained[version] = min(counts), max(counts)
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
-        """Waits until every gradient is in this shard. Then sends the shard to all replicas, and receives
-        their shards."""
+        """Waits until every gradient is in this shard. Then sends the shard to all other replicas, and
+        receives their shards."""
         self._thread.join()
         self._raise_failure()
         for content, chunk in zip(self._master, self._own_chunks, strict=True):

@@ -5,8 +5,8 @@
     RECV version      the same formula, for a parameter that this stage uses and another stage updates
 
 The weights after the first update are the first average, as in torch.optim.swa_utils.AveragedModel. Averages
-lie in a slot of the pool while a segment of the run lasts. A replica with a shard averages its own pieces.
-Owned by the worker's compute thread.
+lie in a slot of the pool, and in host memory while the memory is planned again. A replica with a shard
+averages its own pieces. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Averages:
 
     def go_on(self, values: Mapping[str, Tensor], count: int) -> None:
         """Continues from averages over `count` versions. values: the averages by name. A piece takes the
-        value with its own name, or its part of the whole parameter's value. If a value is missing, the
-        averages start again with the next version."""
+        value with its own name, or its part of the whole parameter's value. If a value is missing or `count`
+        is 0, the averages start with the next version."""
         found = [value for name, p in self._named if (value := _value_of(name, p, values)) is not None]
         if count > 0 and len(found) == len(self._named):
             self._tensors = found

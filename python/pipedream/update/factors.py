@@ -113,7 +113,7 @@ def factors_of(tensors: Sequence[Tensor]) -> list[Factors | None]:
 
 def mean_product(factors: Mapping[int, Factors], num_members: int) -> Tensor:
     """Returns the mean gradient of a weight over a round. factors: by replica, at least one. Replicas without
-    factors are left out. num_members: the number of minibatches in the round."""
+    factors are left out. num_members: the divisor, which is the number of minibatches in the round."""
     gradients, inputs = _stacked([factors[replica] for replica in sorted(factors)])
     return torch.mm(gradients.div_(num_members).t(), inputs)
 

@@ -131,8 +131,8 @@ class StageGradients:
         """Prepares a backward. A subclass may wait here until there is memory for the new gradients."""
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
-        """Prepares the last backward of the minibatch at this replica. loss_scale: the factor by which the
-        minibatch's loss is multiplied."""
+        """Prepares the last backward of the minibatch at this replica. loss_scale: the factor in the
+        gradients (StageRunner.loss_scale)."""
 
     def separate_gradients(self, own_slot: int) -> None:
         """Gives each gradient its own memory. Call it after a backward if the next backward adds to its
@@ -152,8 +152,8 @@ class StageGradients:
         self._tied.rescale(factor)
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """Collects the gradients of the minibatch: those of this stage, and the gradients of tied parameters
-        that other stages have sent.
+        """Collects the gradients of an update: those of this stage, and the gradients of tied parameters that
+        other stages have sent. minibatch: a minibatch of the update's round.
         own_slot: the slot of the version that the last backward read."""
         self._taken = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
 
@@ -177,13 +177,13 @@ class StageGradients:
         self._finish()
 
     def running(self) -> AbstractContextManager[None]:
-        """Returns a context for the whole run, finish() included. Afterwards the user's modules are as they
-        were."""
+        """Returns a context for a segment of the run (worker/segment.py), from its first work item to
+        finish(). Afterwards the user's modules are as they were."""
         return nullcontext()
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
-        """Ends the run or a segment of it, after all updates. newest_slot: the slot of the last version.
-        is_over: whether the whole run ends, not only a segment."""
+        """Ends a segment, a part of the run with one memory plan, after all updates. newest_slot: the slot of
+        the last version. is_over: whether the run ends, too."""
 
     def take_overflow(self) -> bool:
         overflowed, self._overflowed = self._overflowed, False

@@ -64,8 +64,9 @@ class LossScaling:
         self._round = -1  # the round that `scale` belongs to
         self._told: set[int] = set()  # rounds in which an activation has reported an overflow
         self._heard = False
-        """Whether an overflow was reported since the last scale was chosen. Activations bring the reports. If
-        replicas exchange reports, updates bring them instead."""
+        """Whether an overflow was reported since the last scale was chosen. Activations and this stage's own
+        updates bring the reports. If replicas exchange reports, _heard_at has them instead, except those from
+        an earlier segment."""
         self._kept = False  # whether the previous segment left an overflow that no activation has reported
         self.scale = 1.0
         """At the last stage, the scale of the microbatch that is being forwarded."""

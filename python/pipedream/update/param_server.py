@@ -124,8 +124,9 @@ class ParameterServer(ShardClient):
         write_slot: int,
         make: Callable[[ShardPart, slice, Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:
-        """Makes a version part by part. Each chunk is sent from its slot as soon as it is made. make: called
-        to make one part, with the part, the positions of its pieces, and the tensors to read and to write."""
+        """Makes a version part by part (ShardPart). Each chunk is sent from its slot as soon as its part is
+        made. make: called to make one part, with the part, the positions of its pieces, and the tensors to
+        read and to write."""
         tied_read, tied_write = self._tied.begin_update()
         self._weights.own.show(write_slot)
         if self._tied.owned is not None:

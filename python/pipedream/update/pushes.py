@@ -57,8 +57,9 @@ class EarlyPushes:
         self._num_summed = 1
 
     def begin(self, loss_scale: float, num_summed: int) -> None:
-        """Begins the last backward of a round. loss_scale: the factor by which its loss is multiplied.
-        num_summed: the number of microbatches whose gradients the sum contains after this backward."""
+        """Begins the last backward of a round. loss_scale: the factor in the round's gradients
+        (StageRunner.loss_scale). num_summed: the number of microbatches whose gradients the sum contains
+        after this backward."""
         self._is_open = True
         self._loss_scale = loss_scale
         self._num_summed = num_summed

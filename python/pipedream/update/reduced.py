@@ -11,8 +11,9 @@ once in n rounds:
                 every n-th round, and at the end of the run, the mean of all replicas' weights
 
 Each replica then keeps an optimizer state of its own. Between two segments of a run (worker/segment.py) each
-replica also keeps its own weights. If the stage owns tied parameters, it sends them after it has taken the
-mean of the weights. Each replica sends them to the replica of a using stage that has the same microbatches.
+replica also keeps its own weights. If the stage owns tied parameters, it sends them after each update, whose
+last step may be the mean of the weights. Each replica sends them to the replica of a using stage that has the
+same microbatches.
 
 After the all-reduce or the mean of the weights, all replicas have the same version, bit for bit. Gradients
 are reduced in buckets, after the round's last backward. Owned by the worker's compute thread.
@@ -110,7 +111,7 @@ class LocalSteps(_GroupGradients):
         self._sync_every = sync_every
         self._num_rounds = self._rounds.first_version
         self._num_own = 0  # this replica's microbatches in the round that is updated
-        self._share = 1.0  # sum of the weights of its microbatches in the round; a whole minibatch weighs 1
+        self._share = 1.0  # sum of the weights of these microbatches; all of a minibatch's together weigh 1
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._share = loss_scale

@@ -69,7 +69,7 @@ class Piece:
     """Consecutive elements of a parameter, in the order in which they lie in memory."""
 
     parameter: int
-    """The parameter's position among the stage's."""
+    """The parameter's position among the stage's parameters."""
     first: int
     count: int
     is_whole: bool
@@ -159,7 +159,7 @@ class ShardLayout:
 
     def _chunk(self, shard: int, begin: int, end: int, rows: Sequence[tuple[int, int, int]]) -> Chunk:
         """Makes the chunk of the bytes from `begin` to `end`. For tied parameters, too, these count from the
-        beginning of the other slot, as if the tied slot lay behind it. rows: (parameter, first element,
+        beginning of the untied slot, as if the tied slot lay behind it. rows: (parameter, first element,
         count) of the pieces."""
 
         def piece(parameter: int, first: int, count: int) -> Piece:
@@ -255,7 +255,7 @@ class ShardPart:
     pieces: Sequence[Piece]
     """Consecutive pieces of the shard. Some may be in no chunk."""
     first: int
-    """The position of the first piece among the shard's."""
+    """The position of the first piece among the shard's pieces."""
 
 
 def parts_of(chunks: Sequence[Chunk], pieces: Sequence[Piece], *, at_once: bool) -> list[ShardPart]:

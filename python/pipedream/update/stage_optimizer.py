@@ -65,7 +65,7 @@ class StageOptimizer:
         self._scheduler: Any = None
         self._where = where
         self._knows_delay = isinstance(factory, functools.partial) and "delay" in factory.keywords
-        """Whether the options may depend on the plan."""
+        """Whether the factory gets the stage's delay, so that the options may depend on the plan."""
         self._made_with: list[dict[str, Any]] = []
         """The options of the optimizer's groups, as they were when the user's factory returned."""
         if self._masters:
@@ -162,7 +162,7 @@ class StageOptimizer:
         self._native.place_state(make)
 
     def leave_slots(self) -> None:
-        """Copies the state out of the slots, because the next segment of the run has other slots.
+        """Copies the state out of the slots, because memory is planned again and gives other slots.
         place_state() then moves the state into the new slots."""
         if self._native is not None:
             self._native.displace_state()
@@ -462,7 +462,7 @@ def _without_overlaps(gradients: Sequence[Tensor | None]) -> list[Tensor | None]
 
 
 def _scale_scheduler(scheduler: Any, factor: float) -> None:
-    for name in ("base_lrs", "max_lrs"):  # the second of CyclicLR
+    for name in ("base_lrs", "max_lrs"):  # CyclicLR has the second
         if hasattr(scheduler, name):
             setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
     for part in getattr(scheduler, "_schedulers", ()):  # a chained or sequential scheduler has parts

@@ -34,8 +34,8 @@ _Versions = Mapping[int, Mapping[str, Tensor]]
 class HeldVersions:
     """Older versions that a continued run reads at a stage without stashing. Such a stage has one slot, which
     holds these versions one after the other. With n_s microbatches in flight at the stage, the first n_s - 1
-    forwards read them. An example, in which F10, B10 and U10 are the forward, the backward and the update of
-    microbatch 10:
+    forwards read them. An example with one microbatch per minibatch, in which F10, B10 and U10 are the
+    forward, the backward and the update of minibatch 10:
 
         continues at 10, n_s = 3      F10 reads 8    F11 reads 9    F12 reads 10    B10, U10
         the slot has                        8              9               10        10, 11

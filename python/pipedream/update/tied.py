@@ -210,8 +210,8 @@ class TiedParameters:
         return {owner: group.slot_read_by(minibatch, microbatch) for owner, group in self._groups.items()}
 
     def slots_at(self, boundary: int) -> dict[int, int]:
-        """Returns by owner the slot of the version that the minibatches before this one have made. At this
-        minibatch the run has a boundary (stage/boundaries.py)."""
+        """Returns by owner the slot of the version that the minibatches before this boundary have made
+        (stage/boundaries.py)."""
         return {owner: group.slot_at(boundary) for owner, group in self._groups.items()}
 
     def begin_backward(self, minibatch: int, microbatch: int) -> None:
@@ -329,7 +329,7 @@ class TiedParameters:
 
     def version_for(self, user: int) -> list[Tensor]:
         """Returns this replica's pieces of the newest version of the parameters that the user shares. The
-        core sends them without a copy."""
+        core sends contiguous pieces from their slot, without a copy."""
         assert self._owned is not None
         shared = self._users[user]
         pieces = [piece for piece in self._owned.pieces[self._own_index] if piece.parameter in shared]

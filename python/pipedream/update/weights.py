@@ -153,7 +153,8 @@ class WeightVersions:
 
     @property
     def slots(self) -> list[Tensor]:
-        """The flat slots, laid out as by weight_layout()."""
+        """The flat slots, laid out as by weight_layout(). With offloading they are in device memory, and
+        may be fewer than the versions."""
         return self._slots
 
     def bind(self, slot: int) -> None:
@@ -264,7 +265,7 @@ class WeightVersions:
             self._resident.prefetch(slot)
 
     def begin_update(self, read_slot: int, write_slot: int) -> None:
-        """Prepares the slots of an update, which reads the version in read_slot and writes the other slot."""
+        """Prepares the slots of an update, which reads the version in read_slot and writes write_slot."""
         if self._resident is not None:
             self._resident.read(read_slot)
             self._resident.write(write_slot)

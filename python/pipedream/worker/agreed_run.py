@@ -46,8 +46,8 @@ from pipedream.worker.continuing import with_checkpoint
 __all__ = ["AgreedRun", "agree", "segment_key", "wait_for", "wait_while_linked"]
 
 _MARKED = "folder of the checkpoints"
-"""Prefix of the keys by which ranks say that they have put a mark into the folder. Rank 0 answers under the
-bare key."""
+"""Prefix of the keys by which ranks say that they have put a file, their mark, into the checkpoints' folder.
+Rank 0 answers under the prefix alone."""
 _SEES_FILES_S = 5.0
 """Seconds after which a network file system must show a file that another machine has made."""
 _LOOK_S = 0.05

@@ -1,5 +1,5 @@
-"""A caution warns about options of a run that are allowed, but that the user may not have meant. Each caution
-is shown once, before any process starts."""
+"""A caution warns about options of a run that are allowed, but that the user may not have meant. The caller
+of local workers, or rank 0 of torchrun, shows each caution once in a run, before the training begins."""
 
 from __future__ import annotations
 
@@ -253,8 +253,9 @@ def _samplers_of(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _held_by(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (path, value) of each object that the data hold directly. Does not look into these objects,
-    because a dataset may have a million parts."""
+    """Yields (path, value) of each attribute of the data or their dataset, or of each local variable of a
+    generator. Does not look into these objects, nor into lists and tuples, because data may have a million
+    parts."""
     held: Mapping[str, Any] = {}
     path = "data.dataset" if isinstance(data, DataLoader) else "data"
     if isinstance(data, types.GeneratorType):

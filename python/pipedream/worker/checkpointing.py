@@ -1,4 +1,5 @@
-"""Writes the checkpoints of one worker, for the whole run. Runs on the worker's compute thread."""
+"""Writes the checkpoints of one worker, for all segments of a run (segment.py). A checkpoint is made at a
+boundary between groups of minibatches (stage/boundaries.py). Runs on the worker's compute thread."""
 
 from __future__ import annotations
 
@@ -130,8 +131,8 @@ class _Saving:
         rank 0    at B           says whether to save at B + lead, and names the next B
         all       at B + lead    read the word, and save or do not save
 
-    A replica seldom waits for the word. It cannot reach B + lead without rank 0's pushes of the rounds
-    before, so rank 0 has passed B by then."""
+    A replica seldom waits for the word. It cannot reach B + lead without the gradients or weights that rank 0
+    sends in the rounds before, so rank 0 has passed B by then."""
 
     def __init__(self, run: AgreedRun, checkpoints: Checkpoints) -> None:
         self._rendezvous = run.place.rendezvous
@@ -142,7 +143,7 @@ class _Saving:
         self._says = self._hears = run.first_minibatch + self._group_size
         """The boundaries of the next word that rank 0 says, and of the next word that this rank hears."""
         self._said: deque[str] = deque()
-        """The keys of the words that are in the rendezvous."""
+        """The keys of rank 0's messages (words) that are in the rendezvous."""
         self._num_between = 0  # minibatches between the last two words
         self._spoke_s = time.monotonic()
         self.check: Callable[[], None] = lambda: None

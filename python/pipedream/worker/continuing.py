@@ -1,11 +1,12 @@
 """Continues a run from a checkpoint, which gives each worker its initial state.
 
-    same plan, schedule, microbatches, ...    each worker gets all versions that it had, so the run continues
-                                              exactly, as with run(state=)
+    same plan, schedule, microbatches, ...    each worker gets all versions that were saved for it, so the run
+                                              continues exactly, as with run(state=)
     another plan or schedule                  each worker gets the newest version of its parameters and their
                                               optimizer state, found by the parameters' names
 
-Rank 0 or the caller calls found_checkpoint(). All other functions run on the worker's compute thread.
+The caller of local workers, or rank 0, calls found_checkpoint(), kinds_of() and read_record() before the
+workers begin. The workers call read_record() and all other functions on their compute threads.
 """
 
 from __future__ import annotations
@@ -230,7 +231,8 @@ def with_checkpoint(options: JobOptions) -> tuple[JobOptions, int | None]:
 
 
 def read_record(continued: Continued | None) -> dict[str, list[Any]]:
-    """Returns the losses, samples, epochs and evaluations of the minibatches before the checkpoint."""
+    """Returns the losses, samples, epochs and evaluations of the minibatches before the checkpoint; an empty
+    dictionary without a checkpoint."""
     if continued is None:
         return {}
     checkpoint, manifest = _opened(continued)
@@ -318,8 +320,8 @@ def _take_frozen(run: AgreedRun, checkpoint: Path, manifest: Manifest) -> None:
 
 
 def take_loss_state(run: AgreedRun) -> None:
-    """Loads the state of the loss from the checkpoint, at workers with the last stage. If the plan has
-    changed, it is the joined state of the last stage's replicas."""
+    """Loads the state of the loss from the checkpoint, at workers with the last stage. If the run does not
+    continue exactly, it is the joined state of the last stage's replicas."""
     continued = run.options.continues
     if continued is None or not run.reads_targets:
         return

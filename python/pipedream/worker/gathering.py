@@ -9,7 +9,7 @@ write weights into files instead, so that none of them has to hold the whole mod
 The reports of several segments (segment.py) are joined. Counts and times are added, without the time between
 two segments. The joined memory figures are the highest of all segments.
 
-No worker closes its links before all workers have received everything. Runs on the worker's compute thread.
+No worker closes its links before rank 0 has received everything. Runs on the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def gather(
     record: the reports of the minibatches before the checkpoint from which the run continues.
     averages: the averages of callbacks.EMA for the weights that this rank updates.
 
-    An error that is raised here says where the trained weights are.
+    If trained weights that are in no file yet cannot be gathered or saved, the error says where they are.
     """
     of_loss = {} if loss_state is None else loss_state.changed()
     report[_UNSAVED] = _save(run, of_loss)
@@ -149,8 +149,8 @@ def _gather(
     result = combine_reports(plan, schedule, between, in_order, record)
     if found:
         result.ema = whole_averages(run.stages, found)
-    # The result also tells the ranks that all of them have received everything, so that they may close their
-    # links. Only rank 0 gets the trace, because it can be large.
+    # The result also tells the ranks that rank 0 has received everything, so that they may close their links.
+    # Only rank 0 gets the trace, because it can be large.
     shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved, _STATE: document}
     _hand_down(run, core, shared, of_loss)
     return result, unsaved, document
@@ -287,7 +287,7 @@ def _weights_of(run: AgreedRun) -> str:
     return f"the trained weights of stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
 
 
-_NUM_SPANS_MAX = 50_000  # one segment keeps as many spans
+_NUM_SPANS_MAX = 50_000  # the newest spans that are kept, as many as of one segment
 _OF_THE_LAST = ("chunk_bytes", "transport", "codec")  # a channel's figures that the last segment gives
 
 _Report = dict[str, Any]

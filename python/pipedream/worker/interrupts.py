@@ -1,8 +1,9 @@
-"""Handles Ctrl-C during a run. The first Ctrl-C ends the run early with a result. The second one ends the run
-at once.
+"""Handles Ctrl-C during a run. The first Ctrl-C ends the run early with a result: at a boundary between
+groups of minibatches (stage/boundaries.py). It ends the run at once before the training begins, or if
+replicas of stage 0 cannot agree on a boundary. The second one always ends the run at once.
 
-Python runs signal handlers on the main thread alone. So this module changes nothing on another thread, or if
-the script has a handler of its own.
+Python runs signal handlers on the main thread alone, so on another thread this module changes nothing. It
+also changes nothing if the script has a handler of its own.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class SharedInterrupt:
         replica r    publishes that it was interrupted, then looks for rank 0's order at each boundary
         rank 0       when all replicas have published, chooses a boundary, publishes the order, and trains on
 
-    So every replica reads the order before it passes that boundary. Rank 0 gives up if another rank of the
-    stage was not interrupted."""
+    So every replica reads the order before it passes that boundary. Rank 0 raises KeyboardInterrupt if
+    another rank of stage 0 is not interrupted within _HEARD_S."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, others: list[int]) -> None:
         """others: the ranks of stage 0 except rank 0."""

@@ -82,7 +82,7 @@ def _take_weights(stage: StageModule, snapshot: StageSnapshot) -> None:
 def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]) -> WorkerState | None:
     """Stores this worker's part of the state after the run. A local worker writes the part into the run's
     folder and returns None. Under torchrun the part is returned. If the part cannot be stored, returns None,
-    and the report says why."""
+    and the report says why. Raises the failure of a link or of another worker."""
     run, place = segment.run, segment.run.place
     state: dict[str, Any] = {"missing": ""}
     report["state"] = state
@@ -113,9 +113,10 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
 
 
 def _data_generators(segment: Segment, source: MinibatchSource, end: int) -> RngStream | None:
-    """Returns the generators from which the next run's data draw. If a run was stopped, its readers have read
-    ahead by different numbers of minibatches. Then all of them begin with new generators, whose seed follows
-    from the minibatch."""
+    """Returns the generators from which the next run's data draw. Returns None with one worker, because its
+    data draw from the process's generators, and if the caller has forwarded all data. If a run was stopped,
+    its readers have read ahead by different numbers of minibatches. Then all of them begin with new
+    generators, whose seed follows from the minibatch."""
     run = segment.run
     if segment.was_stopped:
         if run.plan.workers_used == 1:
@@ -152,7 +153,7 @@ def _document_of(
 
 
 def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
-    """Raises ValueError if the states of all workers would fill more than half of the free room in the
+    """Raises ValueError if num_workers states of this size would fill more than half of the free room in the
     folder. The other half is left for files that the user saves."""
     free = shutil.disk_usage(folder).free
     if 2 * num_workers * num_bytes > free:

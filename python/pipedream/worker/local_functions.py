@@ -3,8 +3,8 @@ and functions that the script defines under its guard (`if __name__ == "__main__
 as its code. In the worker it reads the globals of the worker's own copy of its module.
 
 A function holds its defaults, its attributes, and the variables that it reads from a surrounding function.
-Only plain values, functions and methods of modules are allowed there. A tensor, a model or a list is refused,
-because each worker would silently get its own copy. Stateless; any thread.
+Only plain values, tuples, functions, classes and methods of modules are allowed there. A tensor, a model or a
+list is refused, because each worker would silently get its own copy. Stateless; any thread.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ a notice, and anybody may make it.
 
     process that gets the signal    makes the file; after SIGTERM waits at most `grace` for a checkpoint, and
                                     ends
-    rank 0                          finds the file at its next boundary, and chooses where to save
+    rank 0                          finds the file at its next boundary between groups of minibatches
+                                    (stage/boundaries.py), and chooses the boundary at which to save
     all ranks                       copy their state, and write it
 
 After SIGUSR1 the run goes on. If the script has a handler for SIGTERM, the handler is called once the
@@ -44,7 +45,7 @@ _SAVING = b"pipedream: saving a checkpoint before this process ends\n"
 
 
 def ask_to_save(path: Path) -> None:
-    """Asks the run that writes into this folder to save a checkpoint at its next boundary."""
+    """Asks the run that writes into this folder to save a checkpoint soon."""
     with contextlib.suppress(OSError):
         (path / _REQUEST_NAME).touch()
 

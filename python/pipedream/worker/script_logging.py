@@ -2,7 +2,7 @@
 part, so they would lack the set-up.
 
 It has the levels and filters of all loggers, and the handlers that write to stderr, stdout or a file. Every
-worker appends to such a file. Other handlers are left out. Any thread.
+worker appends to such a file. Other handlers are left out, and so is what cannot be pickled. Any thread.
 """
 
 from __future__ import annotations

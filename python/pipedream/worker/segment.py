@@ -9,8 +9,8 @@ An example, in which F0, B0 and U0 are the forward, the backward and the update 
 
     F0 F1 B0 U0 F2 B1 U1 B2 U2 | minibatch 3 is larger: rehearse it, plan memory | F3 F4 B3 U3 ...
 
-The pipeline drains between two segments. The next segment begins with only the newest version, as a run does.
-These things stay: the modules with their weights and buffers, the optimizers with their state, the loss
+The pipeline drains between two segments. The next segment begins with only the newest version, as a new run
+does. These things stay: the modules with their weights and buffers, the optimizers with their state, the loss
 scaling of float16, the residuals of topk, the data (minibatch_source.py) and the reports. Runs on the
 worker's compute thread.
 """
@@ -95,7 +95,7 @@ class Segment:
         snapshots: dict[int, StageSnapshot],
     ) -> None:
         """core: the core that WorkerLinks has made.
-        residuals: the residuals of the previous segment.
+        residuals: the residuals of the previous segment (keep_residuals()).
         steered: the same object in all segments.
         snapshots: by stage, the state of the run that this run continues; empty if there is none. train()
             drops them.
@@ -185,8 +185,8 @@ class Segment:
 
     @functools.cached_property
     def following(self) -> Following | None:
-        """The reason for another segment; None if none follows. Rank 0 decides when its own work is done, and
-        tells every rank. Raises DataMismatch if this worker has read other data."""
+        """The reason for another segment; None if none follows. When rank 0's own work is done, it decides
+        this and tells every rank. Raises DataMismatch if this worker has read other data than rank 0."""
         run, core, rank = self.run, self.core, self.run.rank
         larger = None if self.was_stopped else self._source.larger
         mine = None
@@ -232,7 +232,8 @@ class Segment:
         return [replace(first, residuals=by_name(self.keep_residuals())), *others]
 
     def keep_residuals(self) -> Residuals:
-        """Returns the residuals with which the next segment starts."""
+        """Returns the residuals, the parts of tensors that the codec topk has not sent yet. The next segment
+        or run starts with them."""
         return keep_residuals(self.core, self.run.rank, self.channels)
 
     def _make_loop(self, checkpointing: Checkpointing | None) -> WorkerLoop:
@@ -277,7 +278,8 @@ class Segment:
 
 def _draws_of(run: AgreedRun, rehearsed: Rehearsed, device: torch.device) -> KeyedDraws | None:
     """Returns an object that makes the random draws of this worker's stages depend on the microbatch. Returns
-    None with one worker, which draws as a plain training loop does."""
+    None if the plan has one worker, which draws as a plain training loop does, or if this worker has no
+    stage."""
     stages = run.own_stages()
     if run.plan.workers_used == 1 or not stages:
         return None
@@ -339,7 +341,8 @@ def _posted_into_versions(
 def _replica_group(
     run: AgreedRun, core: _core.Worker, device: torch.device, rendezvous: Rendezvous
 ) -> ReplicaGroup | None:
-    """Makes the process group of this worker's stage; None unless its replicas use an all-reduce."""
+    """Makes the process group of this worker's stage. Returns None if the stage has one replica, or if
+    replicas use no all-reduce."""
     stages = run.plan.stages_of(run.rank) if run.options.reduces_together else []
     num_replicas = run.plan.stages[stages[0]].num_replicas if stages else 1
     if num_replicas == 1:

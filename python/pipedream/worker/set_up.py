@@ -2,7 +2,7 @@
 
     read      the first minibatch, at workers that read data, before any link is open
     share     rank 0 sends its initial weights to all ranks
-    rehearse  each worker runs its stages once, on the first microbatch
+    rehearse  each worker runs its stages on the first microbatch, and measures them
 
 The set-up has its own links. The channels of the training depend on the tensors that cross the cuts, and the
 pool depends on the optimizers' state. Both are not known before. If a minibatch is larger than planned,
@@ -63,12 +63,13 @@ class Rehearsed:
     """The facts that this worker knows about its stages before it trains."""
 
     boundaries: dict[int, Boundary] = field(default_factory=dict)
-    """The boundaries at both ends of this worker's stages, by the stage upstream of the boundary."""
+    """The tensors that cross at both ends of this worker's stages, by the stage upstream of the cut."""
     footprints: dict[int, Footprint] = field(default_factory=dict)
     """The memory that each stage needs, by stage index."""
     input_boundary: Boundary | None = None
-    """The boundary of a whole minibatch's inputs. Larger inputs make the run plan its memory again. None if
-    memory does not depend on the sizes of inputs."""
+    """The tensors of a whole minibatch's inputs. Larger inputs make the run plan its memory again. None if
+    this worker reads no data, if a Boundary cannot describe the inputs, or if memory does not depend on their
+    sizes."""
     kinds: tuple[Shapes, ...] = ()
     """The shapes of minibatches that were rehearsed, at workers that read data. There is one kind of shapes
     unless the plan has shapes_apart."""
@@ -158,7 +159,7 @@ def rehearse_again(
 
 @dataclass(frozen=True)
 class _FirstMicrobatch:
-    """The first microbatch of a minibatch that is enlarged to the largest planned sizes. It is empty at ranks
+    """The first microbatch of a minibatch whose tensors were brought to planned sizes. It is empty at ranks
     that read no data."""
 
     inputs: Any = None
@@ -189,7 +190,7 @@ def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_F
 
 def _check_alike_at_all(run: AgreedRun, found: int) -> None:
     """Raises DataMismatch if this worker's first minibatch is not rank 0's. Between two stages each minibatch
-    is compared, but replicas of a stage receive nothing that tells them what the others read."""
+    is compared, but replicas of a stage receive nothing that tells them what another replica reads."""
     key = "first minibatch"
     if run.rank == 0:
         run.place.rendezvous.publish(key, found)

@@ -1,5 +1,5 @@
-"""Plans the memory of one worker's stages in its core's pool: weight versions, optimizer state, and host
-memory for offloaded versions and activations.
+"""Plans the memory of one worker's stages in its core's pool, such as weight versions, optimizer state,
+pushed gradients, and host memory for offloaded versions and activations.
 
 The pool consists of terms. A term has a name and a number of equal slots. The constructor adds terms to the
 pool, so it runs before the core is sealed. prepare() runs afterwards, and gives the slots to the stages. Runs
@@ -232,10 +232,10 @@ class StagePool:
         )
 
     def _num_rounds_kept(self, stage: int) -> int:
-        """Returns the number of rounds whose gradients a replica may have at once. A spare takes a chunk only
-        when it can use the chunk. So with spares the gradients of one more round may wait to be sent. They do
-        not wait if the stage keeps one version, because the next round's forwards need the spare's new
-        version first."""
+        """Returns the number of rounds whose gradients a replica may have at once. A spare, a worker that
+        only updates parameters, takes a chunk of gradients only when it can use the chunk. So with spares the
+        gradients of one more round may wait to be sent. They do not wait if the stage keeps one version,
+        because the next round's forwards need the spare's new version first."""
         schedule, has_spares = self.run.schedule(), self.run.plan.stages[stage].num_spare_shards > 0
         waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
         return _core.num_gradients_kept(schedule, stage) + waits

@@ -1,14 +1,16 @@
-"""Steering carries questions from the first stage to the callbacks of a run, and answers back.
+"""Steering carries questions from the first stage to the callbacks of a run, and answers back. Questions are
+asked at boundaries, which lie between groups of minibatches (stage/boundaries.py).
 
     rank 0         asks: it writes a line into a file of the run's folder
     caller         looks into the file, calls the callbacks, and publishes the answer
-    stage 0        waits for the answer at the boundary where the answer is due
+    stage 0        waits for the answer at the boundary where the answer is due, if callbacks may decide
     every stage    reads the answer where the learning rate changes
 
 Questions and answers are rare, and minibatches wait for them only at stage 0. The rendezvous carries answers,
-each under the boundary at which it is due, and the figures of evaluations. Under torchrun there is no caller,
-and rank 0 calls the callbacks. The workers' part runs on their compute thread, the other part on the
-caller's.
+each under the boundary at which it is due, and the figures of evaluations. Under torchrun there is no caller:
+rank 0 keeps its question, and calls the callbacks at the boundary where the answer is due. Stage 0 then
+always waits. LocalSteering and answers_of() run on the thread that called run(), the workers' part on their
+compute threads.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ _CHECKPOINTS_S = 0.25  # seconds between two looks for new checkpoints
 
 
 def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | None) -> Steered:
-    """Returns the objects that steer this worker, for all segments of the run. steering: None except at rank
-    0 of torchrun."""
+    """Returns the objects that steer this worker through the whole run. steering: None except at rank 0 of
+    torchrun."""
     schedule, place, points = run.schedule(), run.place, run.options.call_points
     stopping: Stopping | None = None
     if place.stop_order is not None:
@@ -122,8 +124,9 @@ class _WayToCaller(_Way):
 
 
 class _WayToRank0(_Way):
-    """Carries questions from the ranks of torchrun to rank 0. Rank 0 calls the callbacks when the answer is
-    due, because then the losses have come back to stage 0 with the gradients."""
+    """Keeps rank 0's questions under torchrun, and carries the losses of the other replicas of stage 0 to
+    rank 0. Rank 0 calls the callbacks when the answer is due, because then the losses have come back to stage
+    0 with the gradients."""
 
     waits = True
 
@@ -205,7 +208,7 @@ class LocalSteering:
             del self._open[0]
         self._steering.tell_of_checkpoints(_CHECKPOINTS_S)
         if self._steering.error is not None:
-            self._board.ask_for_stop()  # the callback has failed, and the pipeline does not wait for answers
+            self._board.ask_for_stop()  # a callback failed; a run that waits for no answers must stop, too
 
     def finish(self) -> None:
         """Answers the last questions and reads all norms. Call it after the workers have ended."""

@@ -130,7 +130,7 @@ def _is_in_memory(folder: Path) -> bool:
 
 
 def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
-    """Writes the weights of this worker's stages. persistent: whether the files are the user's. Such a file
+    """Writes the weights of this worker's stages. persistent: whether the files are the user's. A user's file
     has only the tensors of a state_dict. It keeps the name *.part until finish_weights()."""
     for stage in run.own_stages():
         replica = run.plan.replica_of(run.rank)

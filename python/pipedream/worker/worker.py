@@ -3,13 +3,14 @@
     agree      all take rank 0's plan and seed                                agreed_run.py
     read       the first minibatch, at workers that read data                 set_up.py
     share      all take rank 0's initial weights                              set_up.py
-    rehearse   each worker runs its stages once, to measure them              set_up.py
+    rehearse   each worker measures its stages with one microbatch            set_up.py
     open       pool sealed, channels to other workers open                    segment.py, stage_pool.py
     train      next work item -> forward, backward or update -> completion    stage/stage_loop.py
     again      if a minibatch is larger than planned: rehearse, open, train
     gather     weights and results go to rank 0, the result to all ranks      gathering.py
 
-Runs on the main thread of its process, which is the core's compute thread.
+Runs on the thread that called run(), or on the main thread of a local worker. It is the core's compute
+thread.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ __all__ = ["run_worker"]
 
 _log = logging.getLogger("pipedream")
 
-# Seconds for which closing links wait between two segments. Nobody waits for data on these links any more.
-# But a process of a DataLoader may have inherited a socket, and the peer considers the link open until that
-# process closes the socket.
+# Seconds for which closing links wait between two segments (segment.py). Nobody waits for data on these links
+# any more. But a process of a DataLoader may have inherited a socket, and the peer considers the link open
+# until that process closes the socket.
 _LAST_WORDS_S = 1.0
 
 
@@ -87,9 +88,10 @@ def run_worker(
     note_begin: called when the training begins.
     note_error: called with the error if the run fails.
 
-    Afterwards `model` has trained weights and buffers: at rank 0 those of all stages, and at the other ranks
-    as options.output.gather says. Before a failure is raised here, it is reported to the other workers and to
-    note_error. A local worker then also writes its trained weights for the caller."""
+    Under torchrun `model` then has the trained weights and buffers of this rank's stages, or of all stages if
+    options.output.gather says so. A local worker writes its weights for the caller instead, also after a
+    failure, unless gather is "none". Before a failure is raised here, it is reported to the other workers and
+    to note_error."""
     worker = _Worker(place, steering, note_begin)
     with afterwards(worker.close):
         try:
@@ -135,7 +137,8 @@ class _Worker:
         return [*before, *([] if self._segment is None else self._segment.losses)]
 
     def minibatch(self) -> int | None:
-        """Returns the minibatch that this worker is working on; None before its first minibatch."""
+        """Returns the minibatch that this worker is working on; None before its first minibatch, and while
+        memory is planned again."""
         return None if self._segment is None else self._segment.minibatch
 
     def describe(self, error: BaseException) -> str:
@@ -150,7 +153,7 @@ class _Worker:
 
     def keep_newest(self) -> None:
         """Writes the newest versions for the caller of local workers, after the run has failed. Does nothing
-        if no update was made, if there is no room, or if the device does not answer."""
+        under torchrun, with gather="none", or if no update was made. Ignores errors, such as a full disk."""
         segment = self._segment
         if segment is None or segment.run.place.folder is None or segment.run.options.output.gather == "none":
             return
@@ -206,8 +209,8 @@ class _Worker:
                 raise_failure(*failure.args)
 
     def _interrupts_stop(self) -> AbstractContextManager[None]:
-        """Makes an interrupt end the run early with a result. A local worker does nothing, because its caller
-        handles interrupts."""
+        """Makes an interrupt end the run early with a result, or at once if the run cannot end early. A local
+        worker does nothing, because its caller handles interrupts."""
         order = self._place.stop_order
         if self._place.board is not None:
             return contextlib.nullcontext()

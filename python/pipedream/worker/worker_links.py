@@ -1,4 +1,5 @@
-"""Opens and closes the links of one worker. The links belong to a core, which sends signs of life (Pulse).
+"""Opens and closes the links of one worker. The links belong to a core. A thread (Pulse) tells the core that
+the interpreter runs, and the core sends signs of life.
 
 A worker has a core for the set-up and another core for each segment of the training (segment.py). The core of
 the set-up carries the initial weights and the rehearsal, whose channels are known at once. Runs on the
@@ -39,8 +40,8 @@ def no_word(keys: list[str]) -> str:
 
 
 class WorkerLinks:
-    """The current core of a worker, and its links. The rendezvous opens the core's channels, and explains
-    failures."""
+    """The current core of a worker, and its links. Through the rendezvous this object learns the addresses of
+    peers, and why other ranks failed."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
@@ -151,7 +152,7 @@ class WorkerLinks:
             time.sleep(_LOOK_PERIOD_S)  # after a failure the call above does not wait
 
     def say_why(self, text: str) -> None:
-        """Tells the other workers why this worker failed, as far as possible. First uses the links. The
+        """Tells the other workers why this worker failed, as far as possible. It uses the links first. The
         rendezvous may not answer until the peer timeout, and workers that do not hear of the failure would
         wait as long."""
         core = self._core
