@@ -1,4 +1,4 @@
-// Gives each kind of failure the name of the Python exception for it.
+// Gives each kind of failure the name by which Python knows it (raise_failure() in common/errors.py).
 #include "base/failure.h"
 
 #include <array>

@@ -1,6 +1,6 @@
 // An InlineFunction is a function without arguments or result that keeps its captures inside the object.
-// Making, moving and running it allocates nothing, and its captures may be move-only. A std::function keeps
-// only 16 trivial bytes of captures inside. Plain value; not thread-safe.
+// Making, moving and running it allocates nothing, and its captures may be move-only. A std::function of
+// libstdc++ keeps only 16 trivial bytes of captures inside. Plain value; not thread-safe.
 #pragma once
 
 #include <concepts>

@@ -5,12 +5,12 @@
 
 namespace pipedream {
 
-// A worker calls this once, at start-up. The process gets SIGKILL when the thread that started it dies, so
-// that no worker outlives its launcher. If parent_pid is no longer the parent, the launcher has died already,
-// and the kernel will send no signal. Then the process exits at once.
+// Makes this process get SIGKILL when the thread that started it dies. Processes call it at start-up, so that
+// none outlives its parent. If parent_pid is no longer the parent, the parent has died already, and the
+// kernel will send no signal. Then the process exits at once.
 void die_with_parent(int parent_pid);
 
-// A worker calls this once, at start-up. It makes freed memory stay with the process. With malloc's default
+// Makes freed memory stay with the process. A worker calls it at the start of a run. With malloc's default
 // thresholds every large tensor is mapped and unmapped. The first touch of each fresh page then costs 10 to
 // 100 us on virtual machines.
 void keep_freed_memory();

@@ -43,13 +43,13 @@ class Event {
   virtual void wait() const = 0;
 };
 
-// The most operations that a stream holds. While that many are pending, a thread that enqueues another one
-// may have to wait.
+// The most operations that a stream of the host backend holds. While that many are pending, a thread that
+// enqueues another one has to wait. CUDA's driver has a limit of its own.
 inline constexpr std::size_t kStreamDepth = 512;
 
 // A Stream is an ordered queue of asynchronous work. Any thread may enqueue work, and work is done in the
-// order of the calls. The destructor finishes all enqueued work. Only events of the stream's own device may
-// be used.
+// order of the calls. The destructor finishes all enqueued work, except on a stream that
+// Device::wrap_stream() has wrapped. Only events of the stream's own device may be used.
 class Stream {
  public:
   Stream() = default;
@@ -81,8 +81,8 @@ class Stream {
 enum class CopyUse { kSend, kTell, kReceive };
 inline constexpr std::size_t kNumCopyUses = 3;
 
-// Owns one allocation. Host memory is aligned to at least 64 bytes, and the kernel is advised to use huge
-// pages.
+// Owns one allocation, or access to an imported one (Device::import_memory()). Host memory is aligned to at
+// least 64 bytes, and the kernel is advised to use huge pages.
 class Memory {
  public:
   Memory() = default;

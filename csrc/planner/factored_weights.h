@@ -37,7 +37,7 @@ class FactoredWeights {
   [[nodiscard]] bool empty() const { return groups_.empty(); }
   // Returns the sum over the weights that are pushed as factors with this many replicas.
   [[nodiscard]] Sum of(std::int64_t num_replicas) const;
-  // Returns the largest number of replicas for which of() returns the same sum.
+  // Returns the largest number of replicas for which of() returns the same sum. num_replicas: at least 2.
   [[nodiscard]] std::int64_t last_alike(std::int64_t num_replicas) const;
 
  private:

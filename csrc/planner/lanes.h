@@ -22,8 +22,8 @@ struct LaneChunks {
   double update_ms = 0;  // time to update one chunk while the next arrives; 0 if updates wait for all chunks
 };
 
-// Returns whether the edge carries pushes or pulls. They go between the replicas of a stage, and share a line
-// of their own.
+// Returns whether the edge carries pushes or pulls. They go between the owners of a stage's shards. Unless
+// all items of a worker share one line (Timing::one_link), its pushes and pulls share a line of their own.
 [[nodiscard]] constexpr bool is_exchange(EdgeKind kind) {
   return kind == EdgeKind::kPush || kind == EdgeKind::kPull;
 }
@@ -108,7 +108,8 @@ class Network {
   // Computes when each item of sent_ leaves. The items of one send() share the line evenly, and items sent
   // later wait for them. Chunks that were made before now_ms have already left, as far as the line was free.
   void carry(double& free_ms, double now_ms);
-  // Returns when an item begins to use the receiver's line, if it could begin at ready_ms.
+  // Reserves the receiver's line for an item that could begin to use it at ready_ms. Returns when the item
+  // begins.
   double begin_to_come(const Lane& lane, double ready_ms);
   // Returns when the first chunk arrives and when all chunks have arrived.
   Span arrivals(const Made& made);

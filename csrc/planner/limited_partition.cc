@@ -75,8 +75,9 @@ class LimitedSearch {
   using Suffixes = std::vector<Suffix>;
   using Table = std::vector<std::vector<Suffixes>>;
 
-  // Finds the smallest number of workers between `from` and `to` that has a plan within the bound. The last
-  // replica of the last stage has rank to - 1. If all workers are alike, the ranks do not matter.
+  // Finds the smallest number of workers between `from` and `to` that has a plan within the bound; nothing if
+  // none has. The last replica of the last stage has rank to - 1. If all workers are alike, the ranks do not
+  // matter.
   [[nodiscard]] std::optional<Fewest> fewest_workers(std::int64_t from, std::int64_t to, Bound& bound) const {
     std::vector<Table> tables;
     if (counts_stages()) {

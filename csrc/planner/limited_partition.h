@@ -1,11 +1,12 @@
 // Finds the best partition by partition.h's cost model under limits. Limits are the memory and the speed of
-// each worker, and cuts or replica counts that the user gives. The optimum is exact.
+// each worker, a largest number of replicas, and cuts or replica counts that the user gives. The optimum is
+// exact.
 //
 // Stages get workers in the order of ranks, from the first stage on. A stage is as slow as its slowest
-// replica: T = (1/m) max( compute / min speed, sync ), with m replicas and with compute and sync of
+// replica: T = max( compute / (m * min speed), sync / R ), with m replicas and with compute, sync and R of
 // stage_cost.h. A stage that recomputes adds its forward to compute. stage_memory.h says how much memory a
-// replica of stage s needs with n_s microbatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} /
-// r_s).
+// replica of stage s needs with n_s microbatches in flight. With S stages and r_s replicas of stage s,
+// n_{S-1} = 1 and n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
 
 // Method. The search asks again and again: is there a plan with bottleneck <= t? It answers from the last
 // layer back. For each layer j and number of workers w it finds plans that run the layers from j on within t.

@@ -62,9 +62,9 @@ std::int64_t first_enough(std::int64_t from, std::int64_t to, const IsEnough& is
   return enough;
 }
 
-// Finds the fewest replicas m >= 2 with T(m) <= t for a stage whose weights may go as factors. Consider a
-// range of m in which the same weights go as factors. There the computing time (C - P) / m + P falls with m.
-// The sync, (m - 1) (4 w / m^2 + 2 F / m), first rises and then falls.
+// Finds the fewest replicas m >= 2 with T(m) <= t for a stage whose weights may go as factors, or returns
+// kImpossible. Consider a range of m in which the same weights go as factors. There the computing time
+// (C - P) / m + P falls with m. The sync, (m - 1) (4 w / m^2 + 2 F / m), first rises and then falls.
 std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, double bottleneck_s) {
   const auto computes = [&](std::int64_t num_replicas) {
     const double own_s = cost.compute_s + cost.products_s(num_replicas);
@@ -89,9 +89,9 @@ std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, 
   return kImpossible;
 }
 
-// Finds the fewest replicas m >= 2 with T(m) <= t if minibatches are cut into microbatches. It tries one
-// number after the other, because the sync depends on the common divisors of m and the number of
-// microbatches.
+// Finds the fewest replicas m >= 2 with T(m) <= t if minibatches are cut into microbatches, or returns
+// kImpossible. It tries one number after the other, because the sync depends on the common divisors of m and
+// the number of microbatches.
 std::int64_t fewest_with_microbatches(const Problem& problem, const StageCost& cost, double bottleneck_s) {
   // The stage cannot compute in time with fewer replicas than at_least. 1 is subtracted because of rounding.
   const double at_least = std::floor(cost.compute_s / bottleneck_s) - 1;
@@ -103,8 +103,9 @@ std::int64_t fewest_with_microbatches(const Problem& problem, const StageCost& c
   return kImpossible;
 }
 
-// Finds the fewest replicas m with T(m) <= t, or returns kImpossible. T falls as m grows, except from 1 to 2,
-// where the sync begins: 4 (m - 1) w / (m^2 B) is 0 at m = 1 and largest at m = 2.
+// Finds the fewest replicas m with T(m) <= t, or returns kImpossible. Without microbatches and factors, T
+// falls as m grows, except from 1 to 2, where the sync begins: 4 (m - 1) w / (m^2 B) is 0 at m = 1 and
+// largest at m = 2.
 std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, double bottleneck_s) {
   const auto is_enough = [&](std::int64_t num_replicas) {
     return cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s;

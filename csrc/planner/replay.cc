@@ -161,8 +161,8 @@ struct DoneHash {
   }
 };
 
-// Refuses a list with an instruction twice, or before its forward. It is enough to check each list alone,
-// because all instructions of a replica are in one list.
+// Refuses a list that has an instruction twice, or a recompute or backward before its forward. It is enough
+// to check each list alone, because all instructions of a replica are in one list.
 void check_list(const std::vector<Instruction>& program) {
   std::unordered_set<Instruction, DoneHash> seen;
   for (const Instruction& instruction : program) {
@@ -180,7 +180,8 @@ void check_list(const std::vector<Instruction>& program) {
 }
 
 // Replays the lists. A worker's times depend only on what it receives, so workers may be visited in any
-// order. There is one exception: senders that share a receiver's line must send in the order of time.
+// order. There are two exceptions: senders that share a receiver's line must send in the order of time, and
+// workers that slow each other (SharedCores) must compute in that order.
 class Replay {
  public:
   Replay(Places places, std::size_t num_workers, const Timing& timing, std::vector<Transfer>* transfers)
@@ -268,7 +269,7 @@ class Replay {
     lane.sender = worker_at(edge.from);
     lane.receiver = worker_at(edge.to);
     // Only the sender uses its line, and it does its list in order. So the line carries items in the order in
-    // which they are sent.
+    // which they are sent. Answers to pushes are an exception (find_answers()).
     if (lane.sender != lane.receiver) {
       const bool is_shared = timing_.one_link || is_exchange(edge.kind);
       const auto [line, is_new_line] =
@@ -343,6 +344,7 @@ class Replay {
   }
 
   // Does all instructions that the worker can do now. Workers that waited for its items become ready.
+  // is_first_to_send: whether no other worker sends earlier. With one link a worker sends only then.
   void advance(std::size_t index, std::deque<std::size_t>& ready, bool is_first_to_send) {
     Worker& worker = workers_[index];
     while (!worker.is_done()) {

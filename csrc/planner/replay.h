@@ -35,12 +35,13 @@ namespace pipedream {
 
 struct SimulatedRun {
   Timeline timeline;                // one list per worker, in the order of its instructions
-  std::vector<Transfer> transfers;  // in the order in which they were sent
+  std::vector<Transfer> transfers;  // in no order of time; those of one edge in the order of sending
 };
 
 // Throws UserError for
 //   - lists that wait for each other; the error names what each worker waits for
-//   - an instruction that appears twice, a backward before its forward, a stage at two workers or at none
+//   - an instruction that appears twice, a recompute or backward before its forward
+//   - a replica at two workers, a stage or the end of an edge at none
 //   - the wrong number of durations, and push leads for fewer owners than a stage has.
 [[nodiscard]] SimulatedRun simulate(const std::vector<std::vector<Instruction>>& programs,
                                     const Timing& timing);
@@ -50,7 +51,7 @@ struct SimulatedRun {
 
 // Returns milliseconds per minibatch of the schedule's lists in the steady state, as simulate() and
 // summarize() would. It serves a search over thousands of plans, so it neither checks the lists nor records
-// transfers. Throws the UserErrors of simulate() and make_program().
+// transfers. Throws the UserErrors of make_program(), and those of simulate() about waits and durations.
 [[nodiscard]] double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                                const Timing& timing);
 

@@ -86,7 +86,7 @@ std::int64_t num_minibatches_of(const StageCopies& copies, const MemoryCosts& co
 }
 
 // Returns the share of the dense weights that a replica owns. A search does not know the number of spares
-// yet. If there may be spares, a replica owns less or nothing.
+// yet. If there may be spares, or if shards have whole tensors, a replica may own less or nothing.
 ShardShare share_of(std::int64_t num_replicas, const MemoryCosts& costs) {
   const double even = 1 / static_cast<double>(num_replicas);
   return {even, costs.has_spares || costs.whole_tensors ? 0 : even};

@@ -28,9 +28,9 @@
 // also has the gradient of one layer's parameters, before this is added to the round's sum.
 //
 // A step has step_copies of a layer's parameters. For weights that go as factors it also has the largest
-// gradient, and all replicas' factors of this gradient. With shards it also has a mean gradient: of the whole
-// shard if the shard is updated at once, or of one chunk if a replica may have no minibatch in a short last
-// round.
+// gradient, and all replicas' factors of this gradient. With shards it may also have a mean gradient: of the
+// whole shard if the shard is updated at once, or of one chunk if the schedule drains, because the mean of a
+// short last round may need memory of its own.
 
 // Every stage except the first also has
 //
@@ -83,7 +83,7 @@ struct MemoryCosts {
   bool whole_tensors = false;     // shards have only whole tensors, and are updated at once
   bool posts_versions = false;    // pulled chunks arrive in the slot of the next version
   bool has_spares = false;        // stages have spares, or the search may add some
-  bool drains = false;            // a replica may train several minibatches in a round
+  bool drains = false;            // the schedule drains (program.h)
   std::int64_t staleness = 0;     // k, in rounds; the same for all stages
 };
 
@@ -109,8 +109,7 @@ struct ShardShare {
 //   (n + k + model_copies) |w|
 //   one replica         + (1 + state_copies) |w|    gradients, state
 //   reduces_together    + (2 + state_copies) |w|    gradients of two rounds, state
-//   with shards         + g (d + c + F)             gradients of g rounds, and copies from which they are
-//   sent
+//   with shards         + g (d + c + F)             gradients of g rounds, and their copies for sending
 //                       + state_copies (s + f)      state of its shard and of the weights that go as factors
 //                       + (r - 1) (s + F)           slots for the others' pushes. With whole tensors one slot
 //                                                   more, as large as the largest tensor
@@ -119,8 +118,8 @@ struct ShardShare {
 //                       + r s                       if asynchronous: its shard apart from versions, and a
 //                                                   copy for each other replica
 //
-// Here g is 1 + half of the staleness, and one more each for factors and for spares, which may wait. c is the
-// bytes of the parameters that other replicas own. s is the bytes of its shard: d / r, or with whole tensors
+// Here g is 1 + ceil(k / 2), and one more each for factors and for spares, which may wait. c is the bytes of
+// the parameters that other replicas own. s is the bytes of its shard: d / r, or with whole tensors
 // at most d / r + (1 - 1 / r) largest. The reason is that the largest tensors are dealt first, each to the
 // shard that has least.
 [[nodiscard]] double replica_weight_bytes(const ReplicaWeights& weights, std::int64_t num_replicas,

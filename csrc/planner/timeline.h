@@ -21,7 +21,8 @@ struct TimedStep {
 // Recomputing counts as work.
 struct Steady {
   double bubble_share = 0;
-  // Time between two updates at all workers, divided by the minibatches between them.
+  // Time from the end of one update at all workers to the end of a later one, divided by the number of
+  // minibatches between them.
   double ms_per_minibatch = 0;
 };
 

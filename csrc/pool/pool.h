@@ -105,7 +105,7 @@ struct TermReport {
 //
 //   | tag: 32 bits | free slots: 16 bits | top: 16 bits, slot index + 1, 0 when none is free |
 //
-// The tag counts the changes. Suppose a thread reads the head and is stopped before it exchanges it. It then
+// The tag counts the changes. Suppose a thread reads the head and is stopped before its exchange. It then
 // sees that the head has changed, even if the same slot is on top again.
 class SlotGroup {
  public:

@@ -26,10 +26,10 @@ namespace pipedream {
 // time for other replicas' gradients to arrive.
 [[nodiscard]] std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] MicrobatchOrder order_of(const ScheduleOptions& options);
-// Returns the stage's rounds, but with positions of order_of() in place of microbatches. Positions without a
-// microbatch count too.
+// Returns the stage's rounds, but with positions (microbatch_order.h) in place of microbatches. Positions
+// without a microbatch count too.
 [[nodiscard]] Rounds positions_of(const ScheduleOptions& options, StageIndex stage);
-// Returns the largest number of positions of order_of() that the worker may have forwarded and not yet
+// Returns the largest number of positions (microbatch_order.h) that the worker may have forwarded and not yet
 // backwarded.
 [[nodiscard]] std::int64_t window_of(const ScheduleOptions& options, Rank rank);
 // Returns the rule for the versions that backwards read (program.cc).

@@ -71,8 +71,8 @@ bool ComputeCursor::may_set_num_minibatches(std::int64_t num_minibatches) const 
          positions_.num_own(replica_, num_minibatches) >= num_forwarded_;
 }
 
-// Returns the next instruction of a written program, with the run's numbers of minibatch and version. If the
-// stage recomputes, a RECOMPUTE comes before each backward.
+// Returns the next instruction of a written program, with the run's numbers of minibatch and version; nothing
+// after the run's last update. If the stage recomputes, a RECOMPUTE comes before each backward.
 std::optional<Instruction> ComputeCursor::listed() const {
   const std::int64_t first_version = rounds_.first_version().value();
   if (num_minibatches_) {
@@ -138,8 +138,7 @@ Instruction ComputeCursor::recompute_or_backward() const {
   return pass(opcode, positions_.minibatch_of(number), item, backward_rule_);
 }
 
-// Makes the FORWARD, RECOMPUTE or BACKWARD of the item's microbatch. The rule gives the version that it
-// reads.
+// Makes the FORWARD, RECOMPUTE or BACKWARD of the item's microbatch. It reads the version that `rule` gives.
 Instruction ComputeCursor::pass(Opcode opcode, MinibatchId minibatch, const MicrobatchOrder::Item& item,
                                 const VersionRule& rule) const {
   const MicrobatchIndex microbatch(item.microbatch);

@@ -74,12 +74,12 @@ class StageChecker {
   const std::int64_t num_microbatches_;
   const std::int64_t window_;
   const std::int64_t num_kept_;
-  const std::int64_t num_gradients_kept_;  // number of rounds
+  const std::int64_t num_gradients_kept_;  // number of rounds whose gradients may be held at once
   const bool drains_;
   const bool stashes_;
   const bool recomputes_;
 
-  // Instructions that the list has had so far, by opcode.
+  // The number of instructions so far, by opcode.
   std::array<std::int64_t, kOpcodeTraits.size()> num_done_{};
   std::int64_t num_forwarded_ = 0;  // items
   std::int64_t num_backwarded_ = 0;
@@ -223,8 +223,8 @@ Fault StageChecker::check_behind_forward(const Instruction& instruction) const {
   return check_stashed(instruction);
 }
 
-// Allows only one recomputed microbatch at a time, because the stage has memory for one microbatch's
-// activations.
+// Checks that each backward has a recompute before it if the options ask for that, and none otherwise. Only
+// one microbatch at a time may be recomputed, because the stage has memory for one microbatch's activations.
 Fault StageChecker::check_recomputed(const Instruction& instruction) const {
   if (traits_of(instruction.opcode).stash != Stash::kRestored) {
     return recomputes_ && !recomputed_ ? "the options ask for a recompute first" : "";
@@ -234,8 +234,8 @@ Fault StageChecker::check_recomputed(const Instruction& instruction) const {
   return "the microbatch before waits for its backward: only the next one is recomputed";
 }
 
-// If a stage keeps several versions, a backward must read its forward's version. The tensors that the forward
-// has saved lie in that version's slot.
+// If a stage keeps several versions, a recompute or backward must read its forward's version. The tensors
+// that the forward has saved lie in that version's slot.
 Fault StageChecker::check_stashed(const Instruction& instruction) const {
   const WeightVersion forwarded =
       forward_version(options_, stage_, instruction.minibatch, instruction.microbatch);
@@ -255,7 +255,7 @@ Fault StageChecker::check_update(const Instruction& instruction) const {
            std::to_string(num_needed) + " microbatches was done";
   }
   // The backwards of this round may be done although an earlier update is missing. That happens with a
-  // staleness, or if this is the run's last round and the replica has no microbatch in it.
+  // staleness, or if the replica has no microbatch in this round, as a spare or in a short last round.
   if (round > newest_) {
     return "the update of minibatch " + std::to_string(rounds_.begin_of(newest_).value()) + " is due first";
   }

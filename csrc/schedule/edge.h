@@ -21,9 +21,9 @@ enum class EdgeKind {
   kGradient,      // upstream, an item per microbatch
   kTiedGradient,  // from a user of tied parameters to their owner, an item per minibatch
   kTiedVersion,   // from owner to user, an item per round of the owner: the version that its update wrote
-  kNorm,          // norms of gradients, an item per update: partial sums upstream, then the total downstream
-  kPush,          // between replicas, an item per round: the gradient of the shard that the receiver owns
-  kPull,  // between replicas, an item per round: the version of its shard that the sender's update wrote
+  kNorm,  // norms of gradients, an item per update: partial sums to the first worker, then the total back
+  kPush,  // from a replica to another owner of a shard, an item per round: the gradient of the owner's shard
+  kPull,  // from the owner of a shard to another replica, an item per round: the shard's new version
   kEvaluation,  // downstream, an item per validation minibatch, then an item that says that there are no more
 };
 
@@ -34,7 +34,7 @@ inline constexpr std::array<EdgeKind, 8> kEdgeKinds = {
 [[nodiscard]] const char* edge_kind_name(EdgeKind kind);  // "activation", "tied_gradient", ...
 [[nodiscard]] std::optional<EdgeKind> find_edge_kind(std::string_view name);
 
-// Returns whether items of the kind go from a stage to its neighbour upstream.
+// Returns whether items of a kind that an instruction needs or makes (opcode.h) go upstream.
 [[nodiscard]] constexpr bool goes_upstream(EdgeKind kind) { return kind == EdgeKind::kGradient; }
 
 struct StageReplica {
@@ -61,9 +61,9 @@ struct Edge {
 inline constexpr std::int64_t kNumGradientSlots = 2;
 // The most items that may wait on an edge of kind kEvaluation. While that many wait, the sender waits, too.
 inline constexpr std::int64_t kNumEvaluationSlots = 2;
-// Returns the most items that a sender may hold because they are not sent yet. in_flight_upstream: the most
-// microbatches in flight at the upstream one of the two stages. Each unsent item belongs to one of these
-// microbatches. The factor 2 and the 4 are a reserve for slots that the neighbour frees late.
+// Returns the most unsent items that a sender may hold. in_flight_upstream: the most microbatches in flight
+// at the upstream one of the two stages. Each unsent item belongs to one of these microbatches. The factor 2
+// and the 4 are a reserve for slots that the neighbour frees late.
 [[nodiscard]] constexpr std::int64_t num_unsent_max(std::int64_t in_flight_upstream) {
   return 2 * in_flight_upstream + 4;
 }

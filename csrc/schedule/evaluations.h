@@ -12,15 +12,15 @@
 // says that there are no more. It travels like the others, but computes nothing.
 
 // The place of a block. An edge for evaluations holds kNumEvaluationSlots items (edge.h), so a stage may have
-// to wait until the next stage downstream begins its block. There is no deadlock if, at every worker, no
-// instruction before the block needs an instruction after a block. So the block has one of two places:
+// to wait until the next stage downstream begins its block. There is no deadlock if no instruction before a
+// worker's block needs one that another worker does after its block. So the block has one of two places:
 //
 // 1. With replicas, or if the schedule drains, it comes right after UPDATE N - 1 or the first forward of
 //    minibatch N, whichever is later. A stage never has more forwards in flight than the stage upstream, so
 //    the forwards before its block can be done.
 // 2. Otherwise it comes before UPDATE N or the first forward of a microbatch from number
-//    N m + max(1, n_0 - 1) on, whichever is earlier. So later stages have work until the first evaluated
-//    activation reaches them.
+//    N m + max(1, n_0 - 1) on, whichever is earlier, or at the end of the program. So later stages have work
+//    until the first evaluated activation reaches them.
 //
 // If the schedule drains, stage 0 may evaluate before the first forward of minibatch N instead, so that
 // callbacks know the result before N starts. Stages downstream see from the next item that arrives which of

@@ -1,6 +1,6 @@
 // Lists the pairs of options that exclude each other, each pair once, as data. check_schedule_options() uses
-// the table to refuse pairs of the core's own options. run(), reference.run() and partition() use it for
-// pairs of their arguments (planning/job.py). `pipedream explain --options` prints it. Pure; any thread.
+// the table to refuse pairs of the core's own options, and planning/job.py uses it for pairs of Python's
+// arguments. `pipedream explain --options` prints it. Pure; any thread.
 #pragma once
 
 #include <functional>
@@ -31,7 +31,7 @@ struct Exclusion {
 [[nodiscard]] const Trait& trait_of(std::string_view key);
 // Throws UserError for the first row of the table that has both of its traits in `said`. A key of `said` is a
 // trait's key. The value is its text in the error, for example "staleness is 1"; if it is empty, Trait::said
-// is used. The error is such as "sync is 'asp', and staleness is 1: <reason>; <remedy>".
+// is used. The error is such as "staleness is 1, and sync is 'asp': <reason>; <remedy>".
 void check_exclusions(const std::map<std::string, std::string, std::less<>>& said);
 
 }  // namespace pipedream

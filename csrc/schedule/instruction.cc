@@ -14,7 +14,7 @@ namespace pipedream {
 namespace {
 
 constexpr std::string_view kBlanks = " \t\r\n\v\f";
-constexpr std::size_t kQuotedMax = 120;  // the most bytes of a line in an error; an instruction has fewer
+constexpr std::size_t kQuotedMax = 120;  // the most bytes of a line in an error; most instructions have fewer
 
 // "a, b or c"
 std::string one_of(const auto& values, auto name_of) {

@@ -39,9 +39,9 @@ struct Instruction {
 //                                                               before minibatch 4
 [[nodiscard]] std::string to_string(const Instruction& instruction);
 
-// Parses text that to_string() returns, with blanks allowed at both ends. Throws a UserError that names the
-// text and what is wrong with it. For an unknown opcode the error lists the known ones. If is_of_program, it
-// lists only opcodes that a user may write in a program (listed_program.h).
+// Parses text that to_string() returns. More blanks between its words and at both ends are allowed. Throws a
+// UserError that names the text and what is wrong with it. For an unknown opcode the error lists the known
+// ones. If is_of_program, it lists only opcodes that a user may write in a program (listed_program.h).
 [[nodiscard]] Instruction parse_instruction(std::string_view text, bool is_of_program = false);
 
 }  // namespace pipedream

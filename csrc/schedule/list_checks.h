@@ -1,5 +1,4 @@
-// Declares the checks that the validator (validator.h) makes on one worker's list by itself. Pure; any
-// thread.
+// Declares those checks of the validator (validator.h) that need only one worker's list. Pure; any thread.
 #pragma once
 
 #include <cstdint>

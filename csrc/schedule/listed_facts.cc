@@ -8,7 +8,7 @@
 namespace pipedream {
 namespace {
 
-// Returns the number of bodies after which no count of facts changes any more. By then the reads of all
+// Returns the number of bodies after which the counts in Facts no longer grow. By then the reads of all
 // workers repeat, even of the worker with the longest warm-up.
 std::int64_t num_bodies_until_steady(const ListedReads& reads) {
   return 2 + reads.end() / reads.numbers_per_body();
@@ -146,9 +146,9 @@ void ListedProgram::count_at(const Place& place, Facts& facts) const {
   }
 }
 
-// Returns whether the worker's list drains. In a list that drains, each forward comes after the update of the
-// round before and reads the version of that update. The updates of a round come after all its backwards, in
-// the order of the worker's stages.
+// Returns whether the worker's list drains and all stages of the program have the same rounds. In a list that
+// drains, each forward comes after the update of the round before and reads the version of that update. The
+// updates of a round come after all its backwards, in the order of the worker's stages.
 bool ListedProgram::drains_at(Rank rank) const {
   const std::vector<StageIndex> stages = placement_.stages_at(rank);
   const Rounds& rounds = rounds_of_stage(stages.front());

@@ -456,7 +456,7 @@ std::string ListedProgram::describe_wait(Rank rank, std::span<const Instruction>
 }
 
 // Returns the end of an error about a backward that reads another version than its forward. It has the
-// forward's line and what to write.
+// forward's line and what to write. Empty for other instructions.
 std::string ListedProgram::hint_on_backward(Rank rank, std::int64_t position) const {
   const Instruction backward = at(rank, position);
   if (!releases_stash(backward.opcode)) return {};

@@ -20,9 +20,9 @@
 // that it does not have. So the lists fit a run of any length.
 
 // Stages are placed as in program.h: each worker has one stage, or one replica of a stage, in the order of
-// the stages. With fewer workers than stages, stage s is at worker s mod W. The number of a stage's updates
-// in the body decides how long its rounds are: either the shortest that the stage allows, or rounds common to
-// all stages. Transfers and recomputing are added as for named schedules.
+// the stages. If there are W workers and more stages, stage s is at worker s mod W. The number of a stage's
+// updates in the body decides how long its rounds are: either the shortest that the stage allows, or rounds
+// common to all stages. Transfers and recomputing are added as for named schedules.
 
 // All stages that share a parameter read the same version of it for a microbatch. It is the older of two
 // versions: the one that the input stage's forward reads, and the one that the owner's forward reads. Named
@@ -71,17 +71,19 @@ class ListedProgram {
     }
   };
 
-  // Throws UserError, one line, if a list is not in order or lacks instructions, or if the validator
-  // (validator.h) does not accept the lists.
+  // Throws UserError, one line, if the lists break a rule above or lack instructions, if they or their
+  // numbers are too large, or if the validator (validator.h) does not accept them.
   ListedProgram(std::vector<List> workers, std::int64_t minibatches_per_body);
   // Reads a text such as to_text() returns. '#' starts a comment, and empty lines are skipped. Throws a
-  // UserError that names the line, or an error of the constructor.
+  // UserError for a wrong text, or an error of the constructor. An error about one line names the line.
   [[nodiscard]] static ListedProgram parse(std::string_view text);
-  // Lists a named schedule. Throws UserError for options with spares, asynchronous shards or a staleness.
+  // Lists a named schedule, or returns the options' program. Throws UserError for options that
+  // check_schedule_options() refuses, that have spares, asynchronous shards or a staleness, or that make more
+  // than a program may have (kListedNumberMax in listed_words.h).
   [[nodiscard]] static ListedProgram of(const ScheduleOptions& options);
 
-  // Returns the text of the lists. Its comments say how many versions a stage keeps, which backward does not
-  // read its forward's version, and what the cool-down is.
+  // Returns the text of the lists. Its comments say how many versions a stage keeps, which backward is the
+  // first that does not read its forward's version, and what the cool-down is.
   [[nodiscard]] std::string to_text() const;
   // Returns a note for the user if a backward reads another version than its forward. The note names the line
   // of the first such backward, and says what to write instead. Empty if there is none.
@@ -145,7 +147,8 @@ class ListedProgram {
     std::int64_t backward = 0;
   };
 
-  // The constructor's steps, in order. Each relies on the steps before it.
+  // Steps of the constructor, in order. Each relies on the steps before it. check_whole_body() is a step
+  // between check_order() and count_facts().
   void place_workers();
   void count_rounds();
   void check_order(Rank rank) const;

@@ -50,9 +50,9 @@ class ListedReads {
   }
 
   std::vector<std::int64_t> versions_;
-  std::vector<std::int64_t> oldest_;
-  std::vector<std::int64_t> newest_;
-  std::vector<std::int64_t> newest_of_body_;  // as newest_, but only over the last body
+  std::vector<std::int64_t> oldest_;          // by number: oldest_from()
+  std::vector<std::int64_t> newest_;          // by number: newest_until()
+  std::vector<std::int64_t> newest_of_body_;  // the newest version up to each entry of the body
   std::int64_t numbers_per_body_ = 1;
   std::int64_t versions_per_body_ = 1;
 };

@@ -7,7 +7,7 @@
 namespace pipedream {
 
 // The largest number in a written program. It is far above the numbers of any real schedule. It keeps the
-// replay short with which the program is checked.
+// replay that checks the program short.
 inline constexpr std::int64_t kListedNumberMax = std::int64_t{1} << 16;
 
 inline std::string in_number(std::int64_t number, const std::string& noun) {

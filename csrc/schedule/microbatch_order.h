@@ -26,6 +26,7 @@ struct MicrobatchOrder {
   std::int64_t num_chunks = 1;
   std::int64_t group_size = 1;
 
+  // A microbatch at one of the worker's stages.
   struct Item {
     std::int64_t chunk = 0;
     std::int64_t microbatch = 0;

@@ -190,8 +190,8 @@ void check_ties(const ScheduleOptions& options) {
   }
 }
 
-// Returns the first stage whose rounds are too short for 2bw, if a minibatch has m microbatches. A replica
-// needs at least n_s - 1 microbatches of a round.
+// Returns the first stage whose rounds are too short for 2bw if a minibatch has m microbatches; nothing if
+// all are long enough. A replica needs at least n_s - 1 microbatches of a round (program.h).
 std::optional<StageIndex> stage_not_covered(const ScheduleOptions& options, std::int64_t m) {
   for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
     const std::int64_t num_replicas = num_replicas_of(options, stage);

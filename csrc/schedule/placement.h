@@ -1,5 +1,5 @@
-// A Placement knows the rank of every replica of every stage, and which stages a rank has. No other code
-// computes a rank from a stage. Plain value; any thread.
+// A Placement knows the rank of every replica of every stage, and which stages a rank has. Plain value; any
+// thread.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +10,7 @@
 
 namespace pipedream {
 
+// The rank of one replica of a stage, or of one spare (program.h).
 struct Place {
   StageIndex stage;
   ReplicaIndex replica;
@@ -22,12 +23,13 @@ struct Place {
 class Placement {
  public:
   Placement() = default;  // has no stages
-  // Places one replica of each stage, at these ranks. Throws UserError for a rank below 0, and for ranks with
-  // a gap.
+  // Places one replica of each stage, at these ranks. Throws UserError for a rank that is below 0 or too
+  // large, and for ranks with a gap.
   [[nodiscard]] static Placement at_ranks(const std::vector<std::int64_t>& rank_of_stage);
   // Places all replicas stage by stage, each at the next rank, and then all spares stage by stage.
   // num_spares: the number of spares (program.h) of each stage; empty if there are none. Throws UserError for
-  // a stage without replicas, and for negative or too large numbers.
+  // a stage without replicas, for negative or too large numbers, and for another number of entries in
+  // num_spares than of stages.
   [[nodiscard]] static Placement in_order(const std::vector<std::int64_t>& num_replicas,
                                           const std::vector<std::int64_t>& num_spares = {});
 

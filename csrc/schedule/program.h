@@ -9,9 +9,9 @@
 // docs/schedules.md explains the schedules. Sources: PipeDream (SOSP'19), section 3; PipeDream-2BW (ICML'21),
 // sections 3.1 and 3.2; GPipe (NeurIPS'19), section 2.3; Megatron-LM (SC'21), section 2.2.
 
-// Order of work. Every schedule with one stage per worker is 1F1B over microbatches with a window. At stage s
-// at most W_s microbatches are forwarded and not yet backwarded. The next instruction is a forward if the
-// window has room, otherwise a backward. The update of a minibatch follows the backward of its last
+// Order of work. Every named schedule with one stage per worker is 1F1B over microbatches with a window. At
+// stage s at most W_s microbatches are forwarded and not yet backwarded. The next instruction is a forward if
+// the window has room, otherwise a backward. The update of a minibatch follows the backward of its last
 // microbatch. A worker does the backwards of one stage in the order of its forwards.
 //
 // A minibatch has m microbatches. They are counted through the run: microbatch q of minibatch i has number
@@ -61,10 +61,11 @@
 //
 // W_s is min(c_s, n_s) for flush and c_s for gpipe, and otherwise as in the table without replicas.
 
-// Shards. Every replica owns a shard of the stage's parameters, and only the owner updates it. The owner
-// needs the gradients of all members of the round, which are the replicas with a microbatch in it. The other
-// replicas need the owner's new version (pushes and pulls, transfers.h). So every replica has the UPDATE of
-// every round, even of a short last round in which it has no minibatch.
+// Shards. Every replica owns a shard of the stage's parameters, and only the owner updates it, unless
+// replicas update by a collective (uses_allreduce). The owner needs the gradients of all members of the
+// round, which are the replicas with a microbatch in it. The other replicas need the owner's new version
+// (pushes and pulls, transfers.h). So every replica has the UPDATE of every round, even of a short last round
+// in which it has no minibatch. Asynchronous shards, see below, are an exception.
 //
 // The UPDATE follows the backward of the replica's last microbatch of the round. With a staleness of x
 // rounds, at replicated stages, it comes ceil(x / 2) of the replica's rounds later. Half of the staleness is
@@ -144,7 +145,7 @@ struct ScheduleOptions {
   // versions older than i0 / R_s. A stage that stashes has them in its slots. A stage that does not stash has
   // one slot, and the worker itself holds them.
   std::optional<MinibatchId> oldest_minibatch{};
-  std::int64_t staleness = 0;  // x: versions may be older by this many rounds
+  std::int64_t staleness = 0;  // x: microbatches read versions that are older by this many rounds
   // Whether the replicas make an update by a collective. If so, no shards are pushed or pulled.
   bool uses_allreduce = false;
   // Whether a shard is updated with each replica's gradient separately, as soon as it comes.
@@ -170,7 +171,7 @@ struct ScheduleOptions {
 //   - options that exclude each other (exclusions.h).
 // All functions below expect options that this function accepts, and stages and microbatches of the plan.
 void check_schedule_options(const ScheduleOptions& options);
-// Returns the smallest num_microbatches that the other options allow.
+// Returns the smallest num_microbatches that 2bw allows with the other options; 1 for other schedules.
 [[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
@@ -202,8 +203,8 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 // flush, gpipe, interleaved, model_parallel and data_parallel. Then a norm over all stages can be taken
 // before the updates. Without replicas a round is one minibatch.
 [[nodiscard]] bool drains_every_minibatch(const ScheduleOptions& options);
-// Returns whether every backward of the stage reads the version that its forward read. It does not under
-// unstashed, and may not under a written program.
+// Returns whether every backward of the stage reads the version that its forward read. Under unstashed the
+// answer is no. Under a written program it depends on the program.
 [[nodiscard]] bool stashes_versions(const ScheduleOptions& options, StageIndex stage);
 
 // Returns how many weight slots the stage needs: the table's last column.
@@ -235,19 +236,20 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 // (rounded up) at a replicated stage.
 [[nodiscard]] std::int64_t num_gradients_kept(const ScheduleOptions& options, StageIndex stage);
 
-// W_s: the most microbatches that are forwarded and not yet backwarded at a replica of the stage.
+// Returns W_s, the most microbatches that are forwarded and not yet backwarded at a replica of the stage.
 [[nodiscard]] std::int64_t num_microbatches_in_flight(const ScheduleOptions& options, StageIndex stage);
 
-// n_s of every stage, from the replica counts r_s: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
+// Returns n_s of each of S stages with r_s replicas: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
+// Throws UserError if there is no stage, and for a number of replicas below 1 or too large.
 [[nodiscard]] std::vector<std::int64_t> derive_in_flight(const std::vector<std::int64_t>& num_replicas);
 
 enum class Phase { kWarmUp, kSteady, kCoolDown };
 
 [[nodiscard]] const char* phase_name(Phase phase);  // "warm-up", "steady", "cool-down"
 
-// Returns the phase of an instruction. Schedules that drain go through all three phases in every round. Other
-// schedules and written programs do so once in a run. As long as the number of minibatches is unknown, no
-// instruction is in the cool-down. All instructions of a spare are in the steady phase.
+// Returns the phase of an instruction. Named schedules that drain go through all three phases in every round.
+// Other schedules and written programs do so once in a run, and have no cool-down as long as the number of
+// minibatches is unknown. All EVALUATEs, and all instructions of a spare, are in the steady phase.
 [[nodiscard]] Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                              std::optional<std::int64_t> num_minibatches);
 
@@ -324,15 +326,16 @@ class ComputeCursor {
 };
 
 // Makes the list of what one worker computes, up to minibatch num_minibatches - 1. Throws UserError as
-// check_num_minibatches() does, and for a rank that the plan does not have.
+// check_num_minibatches() does. Aborts for a rank that the plan does not have.
 [[nodiscard]] std::vector<Instruction> make_compute_program(const ScheduleOptions& options, Rank rank,
                                                             std::int64_t num_minibatches);
 
-// All workers' programs as text that a person can read, write and change:
+// print_programs() writes all workers' programs as text that a person can read and change. parse_programs()
+// reads such a text:
 //   worker 0
 //   FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
 //   ...
-// '#' starts a comment, empty lines are skipped. parse_programs throws UserError naming the line.
+// '#' starts a comment, and empty lines are skipped. parse_programs() throws a UserError that names the line.
 [[nodiscard]] std::string print_programs(const std::vector<std::vector<Instruction>>& programs);
 [[nodiscard]] std::vector<std::vector<Instruction>> parse_programs(std::string_view text);
 

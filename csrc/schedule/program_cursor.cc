@@ -47,7 +47,7 @@ void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   compute_.set_num_minibatches(num_minibatches);
   transfers_.set_num_minibatches(num_minibatches);
   if (computed_ && is_of_evaluation(computed_->opcode)) return;
-  if (compute_.current() == computed_) return fill();  // again, without pushes that turn out not to exist
+  if (compute_.current() == computed_) return fill();  // again, without RECVs of pushes that will not come
   keep_done();  // the forward turns out not to exist, but pulls before it may be done
   refill();
 }
@@ -92,8 +92,9 @@ void ProgramCursor::fill_evaluation(const Instruction& evaluate) {
 }
 
 // Fills instructions_ with the computed instruction and its transfers. When the number of minibatches becomes
-// known, this is called again for the same instruction. That call drops pushes from replicas that are no
-// members of the run's last round. They come after all other pushes, so position_ stays right.
+// known, this is called again for the same instruction. That call drops the RECVs of pushes from replicas
+// that are not members of the run's last round. These RECVs come after those of all other pushes, so
+// position_ stays right.
 void ProgramCursor::fill() {
   if (!computed_) return;
   instructions_.clear();

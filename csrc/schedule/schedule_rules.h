@@ -47,8 +47,8 @@ struct ScheduleRules {
 
   // Returns whether every round is finished at all stages before the next round starts at any stage.
   [[nodiscard]] constexpr bool drains() const { return delay == ReadDelay::kNone; }
-  // Returns whether every forward reads the version before the newest, as under 2bw. Then a replica must have
-  // at least n_s - 1 microbatches of a round, where n_s is the number in flight.
+  // Returns whether, after the first round, every forward of round j reads version j - 1, as under 2bw. Then
+  // a replica must have at least n_s - 1 microbatches of a round, where n_s is the number in flight.
   [[nodiscard]] constexpr bool is_round_late() const { return delay == ReadDelay::kRound; }
   // Returns whether a minibatch should have several microbatches. With only one, a schedule that drains would
   // have nothing to overlap, and the rounds of 2bw would be too short.

@@ -145,8 +145,8 @@ class TransferChecker {
            std::to_string(minibatch.value()) + " still reads";
   }
 
-  // Checks the same for the tied parameters that the stage owns. It is called when the stage writes or
-  // receives a version.
+  // Checks that no microbatch still reads the version of the stage's own tied parameters that `written`
+  // overwrites in its slot.
   [[nodiscard]] Fault check_tied_overwritten(StageIndex stage, WeightVersion written) const {
     return owns_ties(stage) ? check_overwritten(stage, written, tied_rule_of(options_, stage)) : Fault();
   }

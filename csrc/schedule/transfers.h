@@ -11,7 +11,7 @@
 //   before FORWARD    RECV activation from upstream
 //                     if the microbatch is the replica's first to read a version:
 //                     at a user: RECV tied_version from every replica of the owner
-//                     at a replica: RECV pull from every other replica
+//                     at a replica of a stage that stashes: RECV pull from every other replica
 //   after FORWARD     SEND activation downstream
 //   before BACKWARD   RECV gradient from downstream
 //   after BACKWARD    SEND gradient upstream
@@ -27,7 +27,9 @@
 //                     RECV norm from upstream and SEND norm downstream, for the total
 //   after UPDATE      at an owner: SEND tied_version to the replicas of every user
 //                     at a replica: SEND pull to every other replica
-//                     for unstashed, which has one slot: RECV pull from every other replica
+//                     at a stage that does not stash, which has one slot: RECV pull from every other replica
+//
+// Replicas that update by a collective (uses_allreduce) push and pull nothing.
 
 // Evaluations (evaluations.h) and the end of the list add:
 //
@@ -48,7 +50,8 @@
 //
 //   before FORWARD    RECV pull from every other replica, if the microbatch is the first to read a version
 //   after BACKWARD    in the cool-down: RECV pull from every other replica, of the version before
-//                     SEND push to every other replica (for data_parallel before UPDATE)
+//                     SEND push to every other replica. Under data_parallel, and in a short last round, these
+//                     transfers stand before UPDATE
 //   at the end        RECV pull from every other replica, of the replica's last version
 
 // A spare owns a shard and has no minibatches (program.h). Every replica pushes to it and pulls from it as
@@ -63,9 +66,9 @@
 // Norms travel between the first stages of neighbouring workers. If the schedule drains, they pass along all
 // workers, otherwise along the replicas of a stage. A norm is named by the minibatch of its UPDATE.
 
-// Tied gradients: each replica of a user sends, once per minibatch, the sum of its gradients for that
-// minibatch. It sends them to the replica of the owner that has the sender's last microbatch of the
-// minibatch. The receiver adds them to its own gradient.
+// Tied gradients: for each minibatch of which a replica of a user has a microbatch, it sends the sum of its
+// gradients. The receiver is the replica of the owner that has the sender's last microbatch of the minibatch.
+// It adds the sum to its own gradient.
 //
 // Tied versions: each replica of the owner sends its shard to every replica of a user. The item is named by
 // the first minibatch of the owner's round. If the owner's r replicas update by a collective, each of them
@@ -121,8 +124,8 @@ class Transfers {
   // nothing if there is none.
   void add_final(std::int64_t index, std::int64_t num_minibatches,
                  std::vector<Instruction>& instructions) const;
-  // Returns the most instructions that one of these functions may add in a call. add_before() and add_after()
-  // together add no more than that.
+  // Returns the most instructions that one of the functions above may add in a call. add_before() and
+  // add_after() together add no more than that.
   [[nodiscard]] std::size_t num_added_max() const;
   // Sets the number of minibatches. From then on the last round's members are the replicas that have a
   // microbatch in it. Before, all replicas count as members.
@@ -148,7 +151,7 @@ class Transfers {
   void send_pulls(WeightVersion version, std::vector<Instruction>& instructions) const;
   void receive_pulls(WeightVersion version, std::vector<Instruction>& instructions) const;
   void receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const;
-  // Returns the newest version that the replica has pulled by the time of its last push.
+  // Returns the newest version that the replica has pulled before the RECVs of add_final().
   [[nodiscard]] WeightVersion newest_pulled(std::int64_t num_minibatches) const;
   // Returns which replica of the stage has the microbatch with this number.
   [[nodiscard]] StageReplica end_at(StageIndex stage, std::int64_t number) const {
@@ -177,7 +180,7 @@ class Transfers {
   std::optional<StageReplica> downstream_;
 };
 
-// Walks one worker's whole program. Allocates nothing as it walks.
+// Walks one worker's whole program. As it walks, it allocates only before the first EVALUATE of a boundary.
 class ProgramCursor {
  public:
   ProgramCursor(const ScheduleOptions& options, Rank rank);
@@ -192,7 +195,7 @@ class ProgramCursor {
 
   // Sets the number of minibatches. Call it once. The number must not be below the minibatches that are
   // forwarded already. The current instruction may belong to a minibatch that turns out not to exist. If a
-  // RECV pull before that minibatch's forward is done already, it is not repeated later.
+  // RECV of a version before that minibatch's forward is done already, it is not repeated later.
   void set_num_minibatches(std::int64_t num_minibatches);
   [[nodiscard]] bool may_set_num_minibatches(std::int64_t num_minibatches) const {
     return compute_.may_set_num_minibatches(num_minibatches);
@@ -246,8 +249,8 @@ struct Evaluated {
 // make_compute_program() does.
 [[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches);
-// Makes the whole list of one worker with these evaluations, whose boundaries ascend. Throws UserError for a
-// boundary that the run does not have.
+// Makes the whole list of one worker with these evaluations. Also throws UserError for boundaries that do not
+// ascend or that the run does not have, and for more than kEvaluatedMinibatchesMax validation minibatches.
 [[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches,
                                                     const std::vector<Evaluated>& evaluated);

@@ -139,7 +139,8 @@ void Pipeline::run_others(std::size_t slowest) {
   }
 }
 
-// Does the worker's next instruction, if it can. Wakes a worker that may have waited for it.
+// Does the worker's next instruction, if it can. Wakes a worker that may have waited for it. Returns whether
+// the worker got further.
 bool Pipeline::step(std::size_t worker) {
   if (is_over(worker)) return false;
   const std::size_t position = positions_[worker];
@@ -231,7 +232,7 @@ std::string check_shape(const ScheduleOptions& options, const Programs& programs
 }
 
 // Checks every list by itself: first all computing instructions, then all transfers. Fills in the report's
-// counts per stage, and returns the first fault.
+// counts per stage, and returns the first fault, or an empty text.
 std::string check_lists(const ScheduleOptions& options, const Programs& programs,
                         std::int64_t num_minibatches, ReplayReport& report) {
   report.versions_live_max.assign(options.in_flight.size(), 0);
@@ -266,7 +267,7 @@ Programs add_services(const ScheduleOptions& options, Programs programs, std::in
 }
 
 // Compares the items of each edge in the sender's list with those in the receiver's list. Returns the first
-// difference.
+// difference, or an empty text.
 std::string check_items(const Programs& programs) {
   std::map<Edge, std::vector<const Instruction*>> sent;
   for (const std::vector<Instruction>& program : programs) {

@@ -55,8 +55,8 @@ struct ReplayReport {
 //   - One microbatch at a time is recomputed.
 //   - If the schedule drains, a stage's forwards wait for the update of the round before, and a worker's
 //     updates wait for the backwards of all its stages.
-//   - A RECV stands after the uses of the item that its edge brought before, and before the use of its own
-//     item.
+//   - A RECV stands before the use of its item. Except for versions of parameters, it stands after the use of
+//     the item that its edge brought before.
 //   - A SEND stands before the next item of its kind is made.
 //   - Norms are exchanged in the order that transfers.h shows.
 //   - A tied version is not overwritten while a minibatch still reads it.

@@ -1,8 +1,8 @@
 // Declares the inner loops of the native optimizers over host memory, with one set for each instruction set,
 // and chooses between the sets. Internal to csrc/weights; pure, any thread.
 //
-// All sets give the same bits: no multiply-add is contracted, and sums have a fixed number of lanes. So a run
-// gives the same numbers on every mix of processors.
+// All sets give the same bits, because no multiply-add is contracted. So a run gives the same numbers on
+// every mix of processors.
 #pragma once
 
 #include <cstdint>

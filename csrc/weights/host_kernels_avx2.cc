@@ -1,6 +1,7 @@
 // Compiles the host kernels with AVX2, for x86-64 processors that have it (2013 and later). Pure; any thread.
 //
-// CMakeLists.txt adds -mavx2 if the compiler knows it. This file may include nothing but host_kernels_impl.h.
+// CMakeLists.txt adds -mavx2 if the compiler knows it. Then this file may include nothing but
+// host_kernels_impl.h.
 #if defined(__AVX2__)
 #include "weights/host_kernels_impl.h"
 

@@ -17,8 +17,9 @@ namespace pipedream {
 // is false.
 void check_number(const char* name, double value, bool may_be_negative);
 
-// check_sgd_tensors() and check_adam_tensors() abort unless the tensors have every pointer that the options
-// need.
+// check_sgd_tensors() and check_adam_tensors() abort if a tensor fails check_tensor(), or lacks a pointer
+// that the options need. check_adam_tensors() also aborts for a step below 1, and for options that NAdam
+// cannot have.
 void check_sgd_tensors(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors);
 void check_adam_tensors(const AdamOptions& options, DType dtype, std::span<const AdamTensor> tensors,
                         std::int64_t step);

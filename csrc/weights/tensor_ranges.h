@@ -74,8 +74,8 @@ inline bool overlap(const void* a, const void* b, std::size_t num_bytes) {
   return num_bytes > 0 && before(a_bytes, b_bytes + num_bytes) && before(b_bytes, a_bytes + num_bytes);
 }
 
-// Aborts unless the tensor has weights, a gradient and, for bfloat16, a master copy, and unless weight_in and
-// weight_out are equal or do not overlap.
+// Aborts unless the dtype is one that steps take and, if the tensor has elements, it has weights, a gradient
+// and, for bfloat16, a master copy. Also aborts if weight_in and weight_out overlap and are not equal.
 template <class Tensor>
 void check_tensor(DType dtype, const Tensor& tensor) {
   PD_CHECK(dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kBFloat16,

@@ -1,5 +1,6 @@
 // run() offers a job under the mutex. Helpers that wake in time join it, claim tasks until none is left, and
-// leave. A forked child has no helpers, so its caller runs every task itself. See thread_team.h.
+// leave. A child that was forked after the helpers started does not have them, so the caller of run() does
+// every task there. See thread_team.h.
 #include "weights/thread_team.h"
 
 #include <dlfcn.h>
@@ -12,8 +13,8 @@ namespace pipedream {
 
 namespace {
 
-// Owns the team of the process. A child of fork() never destroys the team. Its condition variables would wait
-// for threads that the child does not have.
+// Owns the team of the process. A child of fork() does not destroy a team whose helpers are the parent's. The
+// team's condition variables would wait for threads that the child does not have.
 struct TeamOfProcess {
   std::unique_ptr<ThreadTeam> team = std::make_unique<ThreadTeam>();
   ~TeamOfProcess() {

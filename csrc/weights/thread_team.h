@@ -55,7 +55,7 @@ class ThreadTeam {
 
   [[nodiscard]] int num_helpers() const;  // threads started so far
   // Returns whether the team's helpers, if it has started any, are threads of this process. False in a child
-  // of fork(), which would otherwise wait for threads that it does not have.
+  // that was forked after they started. It would otherwise wait for threads that it does not have.
   [[nodiscard]] bool has_its_helpers() const {
     return !is_helped_.load(std::memory_order_acquire) || home_->is_this();
   }

@@ -43,7 +43,7 @@ std::uint64_t absorb(std::uint64_t state, std::uint64_t word) {
   return std::rotl((state ^ word) * kGolden, 29) + kRoot2;
 }
 
-// Lets every bit of the value change all bits of the result.
+// Mixes the bits, so that each bit of the value may change any bit of the result.
 std::uint64_t avalanche(std::uint64_t value) {
   value = (value ^ (value >> 32)) * kRoot3;
   value = (value ^ (value >> 29)) * kRoot5;

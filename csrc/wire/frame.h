@@ -1,5 +1,5 @@
-// Defines the frame header: a fixed layout written by hand, little endian, with a checksum. Nothing here
-// allocates memory or uses sockets. Any thread.
+// Defines the frame header: a fixed layout written by hand, little endian, with a checksum. Nothing here uses
+// sockets, and only the message of a Failure allocates memory. Any thread.
 //
 // A receiver checks magic, format version, checksum and ranges before it uses a single field. channel/ then
 // checks against the plan whether this frame may come now.
@@ -46,7 +46,7 @@ enum class FrameKind : std::uint8_t {
 // incarnation or channel.
 struct LinkIdentity {
   std::uint64_t run_id = 0;
-  std::uint32_t incarnation = 0;
+  std::uint32_t incarnation = 0;  // how often the run was restarted
   std::uint32_t channel_id = 0;
 
   friend bool operator==(const LinkIdentity&, const LinkIdentity&) = default;
@@ -63,8 +63,9 @@ struct FrameHeader {
   DType dtype = DType::kUInt8;
   std::uint8_t num_dims = 0;
   std::array<std::int64_t, kNumDimsMax> shape{};
-  // A CREDIT that grants a posted place has the size of the place in tensor_bytes. Its offset in the shared
-  // memory is in chunk_offset. Such a CREDIT grants one slot.
+  // A receiver may post a place: memory of its choice for the next item, instead of a slot's memory. The
+  // CREDIT that grants the place has its size in tensor_bytes, and its offset in the shared memory in
+  // chunk_offset. Such a CREDIT grants one slot.
   std::uint64_t tensor_bytes = 0;
   std::uint64_t chunk_offset = 0;
   std::uint64_t payload_bytes = 0;

@@ -1,5 +1,6 @@
-// Provides helpers for all code that calls the CUDA runtime. Such code checks every return value, and calls
-// the runtime only inside a DeviceScope.
+// Provides helpers for all code that calls the CUDA runtime. Such code checks the return values, except of
+// calls that only clear or describe an error. A call that depends on the current device stands inside a
+// DeviceScope, unless the caller has made the device current.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,8 +16,8 @@ namespace pipedream {
 void throw_if_failed(cudaError_t status, const char* call, int device_index);
 
 // Logs a failed call and never throws, for use in destructors. After an error of the context every call fails
-// with the same error, so an error is logged only once. Nothing is logged at process exit or in a child of
-// fork(), where the driver is gone.
+// with the same error, so an error like the one logged last is not logged again. Nothing is logged at process
+// exit or in a child of fork(), where the driver is gone.
 void log_if_failed(cudaError_t status, const char* call, int device_index) noexcept;
 
 #define PD_CUDA(call, device_index) ::pipedream::throw_if_failed((call), #call, (device_index))

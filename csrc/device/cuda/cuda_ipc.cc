@@ -1,6 +1,7 @@
-// Shares device memory by cudaIpcGetMemHandle and cudaIpcOpenMemHandle. If CUDA refuses, the functions return
-// null and the reason. They do not throw, because the bytes can travel in other ways. CUDA cannot open a
-// handle in the process that made it, so there the maker's pointer is used instead.
+// Shares device memory by cudaIpcGetMemHandle and cudaIpcOpenMemHandle. If one of these calls fails, the
+// functions return null and the reason, because the bytes can travel in other ways. Other calls that fail
+// throw DeviceError. CUDA cannot open a handle in the process that made it, so there the maker's pointer is
+// used instead.
 #include "device/cuda/cuda_ipc.h"
 
 #include <cuda_runtime_api.h>

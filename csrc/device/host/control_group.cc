@@ -16,7 +16,7 @@ constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 // The names of the files of version 1 or version 2.
 struct Version {
   const char* limit;
-  const char* in_use;  // the file of bytes in use; it and the next file count the groups inside, too
+  const char* in_use;            // the file with the bytes in use, those of groups inside included
   const char* reclaimable_stat;  // the line of memory.stat with the bytes of file cache that can be dropped
 };
 constexpr Version kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};

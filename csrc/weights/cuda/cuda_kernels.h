@@ -19,7 +19,7 @@ struct CudaSgdTensor {
   Element* weight_out;
   const Element* gradient;
   NumberOf<Element>* momentum_buffer;
-  NumberOf<Element>* master;  // where kHasMaster
+  NumberOf<Element>* master;  // used only if kHasMaster<Element>
 };
 
 template <class Element>
@@ -31,7 +31,7 @@ struct CudaAdamTensor {
   NumberOf<Element>* exp_avg;
   NumberOf<Element>* exp_avg_sq;
   NumberOf<Element>* max_exp_avg_sq;
-  NumberOf<Element>* master;  // where kHasMaster
+  NumberOf<Element>* master;  // used only if kHasMaster<Element>
 };
 
 template <class Tensor>
