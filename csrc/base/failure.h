@@ -22,8 +22,9 @@ class UserError : public std::runtime_error {
 };
 
 enum class FailureKind {
-  kPeerLost,      // the connection ended without a BYE frame, or the peer's BEAT frames stopped
-  kTimeout,       // nothing happened within the time limit of a wait
+  // The connection ended without a BYE frame or before all items had come, or the peer's BEAT frames stopped.
+  kPeerLost,
+  kTimeout,       // the peer's HELLO frame did not come within the time limit
   kCorruptFrame,  // the bytes are no frame of this protocol, or the plan does not allow this frame now
   kAborted,       // the peer said that it stops, and why
   kClosed,        // used after close

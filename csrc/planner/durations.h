@@ -91,8 +91,8 @@ struct Timing {
   Spread spread = {};
 };
 
-// Throws UserError for lists whose length does not fit the stages, the boundaries or waking_after_ms. Also
-// for a stage with less than one chunk, and for machines without workers or speeds.
+// Throws UserError for lists whose length does not fit the stages, the boundaries or waking_after_ms, for a
+// stage with less than one chunk, and for machines without workers or speeds.
 void check_timing(const Timing& timing, std::size_t num_stages);
 
 }  // namespace pipedream

@@ -347,7 +347,8 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
                                                  const PlanLimits& limits) {
   const bool alike = are_alike(limits.speeds) && are_alike(limits.memory_bytes);
   check_size(layers.size(), num_workers, !alike);
-  // This is a lower bound if all workers have speed 1, because limits make no plan faster.
+  // The bottleneck without limits is a lower bound if all workers have speed 1, because limits make no plan
+  // faster.
   const double unlimited_s = partition(layers, num_workers, bandwidth_bytes_per_s).bottleneck_s;
   const LimitedSearch search(layers, memory, num_workers, bandwidth_bytes_per_s, limits);
   // If workers differ, each number of used workers needs a search of its own, because the last stage always

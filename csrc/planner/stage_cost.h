@@ -26,7 +26,7 @@ struct StageCost {
   FactoredWeights factored;
   std::int64_t num_microbatches = 1;  // M
 
-  // R in the formulas above, in minibatches.
+  // Returns R of the file's head, the number of minibatches in a round.
   [[nodiscard]] double minibatches_per_round(std::int64_t num_replicas) const {
     return static_cast<double>(std::lcm(num_microbatches, num_replicas) / num_microbatches);
   }

@@ -81,8 +81,8 @@ class Evaluations {
   Rounds rounds_;                // the same at all stages of the worker
   std::int64_t group_size_ = 1;  // minibatches between two boundaries
   bool may_be_first_ = false;    // an evaluation may come before the first forward of its minibatch
-  bool is_early_ = true;         // the block has the first of the two places above
-  // How many microbatches after number N m the second place may begin: max(1, n_0 - 1).
+  bool is_early_ = true;         // the block has place 1 of the file's head, otherwise place 2
+  // The number of microbatches after the boundary with which place 2 may begin: max(1, n_0 - 1).
   std::int64_t num_ahead_ = 1;
   std::int64_t num_chunks_ = 1;            // stages of the worker
   std::int64_t group_ = 1;                 // validation minibatches in a row at one stage

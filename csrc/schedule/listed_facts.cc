@@ -103,7 +103,7 @@ std::int64_t ListedProgram::count_tied_versions(StageIndex owner, const ListedRe
       if (releases_stash(instruction.opcode)) ++num_backwarded;
       const std::int64_t oldest = tied.oldest_from(rounds.own_number(place.replica, num_backwarded));
       std::int64_t newest = 0;
-      if (place.stage > owner) {  // a version comes before the first forward that reads it
+      if (place.stage > owner) {  // a version arrives right before the first forward that reads it
         const std::int64_t number = rounds.number_of(instruction.minibatch, instruction.microbatch);
         if (keeps_stash(instruction.opcode)) newest = tied.newest_until(number);
       } else if (writes_version(instruction.opcode)) {

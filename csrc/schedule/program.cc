@@ -41,7 +41,7 @@ std::int64_t backward_delay(const ScheduleOptions& options, StageIndex stage) {
   return rules_of(options).stashes ? forward_delay(options, stage) : 0;
 }
 
-// Returns the weight version of the stage with which the pipeline began.
+// Returns the version that the stage's weights had when the pipeline began.
 std::int64_t begun_with(const ScheduleOptions& options, const Rounds& rounds) {
   return rounds.round_of(options.oldest_minibatch.value_or(options.first_minibatch));
 }

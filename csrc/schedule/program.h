@@ -316,8 +316,8 @@ class ComputeCursor {
   bool drains_ = false;
   std::int64_t num_delayed_ = 0;  // how many rounds an update stands behind the last backward that it needs
 
-  // These count the replica's own positions since the start of the run. Positions without a microbatch count
-  // too.
+  // These count the replica's own positions (microbatch_order.h) since the start of the run. Positions
+  // without a microbatch count too.
   std::int64_t num_forwarded_ = 0;
   std::int64_t num_backwarded_ = 0;
   std::int64_t num_updates_ = 0;  // updates of all stages of this worker

@@ -48,7 +48,7 @@ void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   transfers_.set_num_minibatches(num_minibatches);
   if (computed_ && is_of_evaluation(computed_->opcode)) return;
   if (compute_.current() == computed_) return fill();  // again, without RECVs of pushes that will not come
-  keep_done();  // the forward turns out not to exist, but pulls before it may be done
+  keep_done();  // the forward turns out not to exist, but RECVs before it may be done
   refill();
 }
 
@@ -122,7 +122,8 @@ void ProgramCursor::refill_at_end() {
 
 namespace {
 
-// Throws UserError unless the boundaries ascend and each is a boundary of the run.
+// Throws UserError unless the options have evaluations, the boundaries ascend and are those of the run, and
+// no evaluation has a negative or too large number of minibatches.
 void check_evaluated(const ScheduleOptions& options, std::int64_t num_minibatches,
                      const std::vector<Evaluated>& evaluated) {
   std::int64_t before = options.first_minibatch.value() - 1;

@@ -202,8 +202,8 @@ struct VersionRule {
     if (listed != nullptr) return listed->mean_delay(microbatches_per_round);
     // On average, with g = gcd(r c, M), there are
     //   - (r c - 1) / 2 microbatches from the last multiple of r c to a microbatch
-    //   - (M - g) / 2 from the begin of a round to that multiple
-    //   - (M - 1) / 2 from the begin of the microbatch's own round to the microbatch.
+    //   - (M - g) / 2 from the beginning of a round to that multiple
+    //   - (M - 1) / 2 from the beginning of the microbatch's own round to the microbatch.
     // The first two less the third are (r c - g) / 2, which is added to the delay.
     const std::int64_t num_late_twice = 2 * delay * num_replicas + microbatches_counted() -
                                         std::gcd(microbatches_counted(), microbatches_per_round);

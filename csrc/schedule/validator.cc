@@ -298,7 +298,7 @@ std::string check_items(const Programs& programs) {
 }
 
 // Replays the lists of all workers and all services together. Fills in the report's counts per edge, and
-// returns the deadlock, if there is one.
+// returns the deadlock, or an empty text if there is none.
 std::string check_together(const ScheduleOptions& options, const Programs& programs, ReplayReport& report) {
   const std::vector<Edge> edges = edges_of(options);
   const auto workers = static_cast<std::size_t>(num_workers(options));

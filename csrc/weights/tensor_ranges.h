@@ -19,8 +19,8 @@ namespace pipedream {
 // The number of elements of one task, which take 5 to 20 us on one core. That is much longer than claiming a
 // task, and much shorter than a step.
 inline constexpr std::int64_t kTaskElements = 1 << 15;
-// Steps with fewer elements take less than about 40 us on one core. They run on one thread, because waking
-// another thread costs as much as it saves.
+// Steps with fewer elements, that is below four tasks, run on one thread. For them waking another thread
+// costs about as much as it saves.
 inline constexpr std::int64_t kParallelElementsMin = 1 << 17;
 
 // All tensors' elements form one row. Calls body(tensor, first, count) for each tensor that has elements in

@@ -1,4 +1,5 @@
-// Describes the place of each unique parameter inside a version's flat slot. Plain values; any thread.
+// Describes the place of each parameter inside a version's flat slot. A parameter that several modules share
+// has one place. Plain values; any thread.
 #pragma once
 
 #include <cstddef>

@@ -101,7 +101,7 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 //     overflow. Without a codec shape x dtype == tensor_bytes. payload_bytes or placed_bytes is 0, and
 //     chunk_offset + payload_bytes + placed_bytes <= tensor_bytes.
 //   - Other kinds have no payload, and 0 in the fields of tensor and item, except dtype, minibatch and
-//     microbatch. But END has boundary_events, and ABORT has a payload. CREDIT grants slots, none above
+//     microbatch. But END may have boundary_events, and ABORT a payload. CREDIT grants slots, none above
 //     65,535, or one slot for a posted place: then tensor_bytes and chunk_offset have the size of the place
 //     and its offset.
 //   - Only HELLO has plan_hash, only BEAT num_work_items and has_pulse, only CREDIT further_slots, and only
