@@ -33,7 +33,8 @@ struct Lane {
   Edge edge = {};
   std::size_t sender = 0;
   std::size_t receiver = 0;
-  // Index of the line by which the sender sends; kNoLine between stages of one worker.
+  // Index of the line that the items use: the sender's, but for answers of an asynchronous shard the
+  // receiver's. kNoLine between stages of one worker.
   std::size_t line = kNoLine;
   bool queues_in = false;  // items queue for the receiver's line with those of other senders
   double transfer_ms = 0;
