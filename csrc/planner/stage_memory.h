@@ -77,7 +77,7 @@ struct MemoryCosts {
   CodecShares activations = {};
   CodecShares gradients = {};
   bool stages_apart = false;  // encoded items wait in host memory, which is not counted here
-  // The figures below matter only for stages with replicas.
+  // The figures below matter only for stages with replicas, except for the staleness.
   bool asynchronous = false;  // an owner keeps its shard apart from versions, and a copy per other replica
   bool reduces_together = false;  // replicas update by a collective, and there are no shards
   bool whole_tensors = false;     // shards have only whole tensors, and are updated at once

@@ -169,7 +169,8 @@ struct ScheduleOptions {
 //   - spares of a stage without replicas, and more spares than replicas
 //   - a written program for another plan, or together with a schedule's name
 //   - options that exclude each other (exclusions.h).
-// All functions below expect options that this function accepts, and stages and microbatches of the plan.
+// Except for num_microbatches_min(), the functions below expect options that this function accepts, and
+// stages and microbatches of the plan.
 void check_schedule_options(const ScheduleOptions& options);
 // Returns the smallest num_microbatches that 2bw allows with the other options; 1 for other schedules.
 [[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);

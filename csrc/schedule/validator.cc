@@ -11,7 +11,8 @@
 // The length of a queue does depend on speeds. A queue is longest if all workers but its reader have gone as
 // far as they can. So a replay in which one worker moves only when no other can gives the worst case of all
 // queues that this worker reads. A SEND also waits if it finds the queue of an evaluation edge full. That is
-// as if it read from a queue of free places, so the workers are still a Kahn network.
+// as if it read from a queue of free places. An UPDATE by a collective waits for the other replicas' UPDATEs,
+// as if it read from queues of their signs. So the workers are still a Kahn network.
 
 // Both steps are linear in the number of instructions; the second runs once per worker. Asynchronous shards
 // serve other replicas by lists of their own, which the second step treats as lists of further workers. Each

@@ -5,9 +5,10 @@
 // two compete for the same cores. Even much later an OpenMP region was seen to take 8 ms instead of 0.1 ms.
 // So share_openmp() makes the team run on that pool and start no threads of its own.
 
-// A call allocates nothing. Each thread has the same share of the tasks at every call, so that its core's
-// caches stay warm. A thread that has done its share takes tasks from other shares, so a late thread delays
-// the end by at most one task. While one thread uses the team, any other caller runs its tasks alone.
+// Once the threads run, a call allocates nothing. Each thread has the same share of the tasks at every call
+// with as many tasks, so that its core's caches stay warm. A thread that has done its share takes tasks from
+// other shares, so a late thread delays the end by at most one task. While one thread uses the team, any
+// other caller runs its tasks alone.
 #pragma once
 
 #include <array>
