@@ -1,6 +1,6 @@
 // Models how items travel in a replay. Each edge has a lane, which is its own queue of items. Several lanes
-// share a line, which stands for a link. Each worker has lines by which it sends, and one line by which it
-// receives. Pure; any thread.
+// may share a line, which stands for a link. Each worker has lines by which it sends, and one line by which
+// it receives. Pure; any thread.
 #pragma once
 
 #include <cstddef>

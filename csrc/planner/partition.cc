@@ -131,8 +131,9 @@ std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, doub
   return enough;
 }
 
-// Calls visit(first_layer, last_layer, num_replicas) for every stage that runs within bottleneck_s. Skips
-// stages whose first layer is not reachable, or whose boundary upstream takes longer. First layers ascend.
+// Calls visit(first_layer, last_layer, num_replicas) for every stage that runs within bottleneck_s, with the
+// fewest replicas that do so. Skips stages whose first layer is not reachable, or whose boundary upstream
+// takes longer. First layers ascend.
 template <class IsReachable, class Visit>
 void for_each_stage_within(const Problem& problem, double bottleneck_s, IsReachable is_reachable,
                            Visit visit) {

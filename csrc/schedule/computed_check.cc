@@ -311,7 +311,7 @@ std::int64_t StageChecker::newest_coming() const {
 
 void StageChecker::apply(const Instruction& instruction) {
   const std::int64_t num_live = num_versions_live(instruction.opcode);
-  // The checks above imply this, because an update comes after the last read of the version that it
+  // The checks of check() imply this, because an update comes after the last read of the version that it
   // overwrites.
   PD_CHECK(num_live <= num_kept_,
            to_string(instruction) << ": " << num_live << " versions are live, " << num_kept_ << " are kept");

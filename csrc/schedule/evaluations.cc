@@ -59,7 +59,7 @@ Instruction Evaluations::current() const {
 void Evaluations::advance() {
   const std::int64_t block = group_ * num_chunks_;
   ++index_;
-  // Skips EVALUATEs after the last one of each stage. There are fewer than two groups of them.
+  // Skips EVALUATEs after the last one of each stage. The loop skips fewer than two groups.
   while (last_item_ && item() > *last_item_ && index_ / block * group_ <= *last_item_) ++index_;
   PD_CHECK(last_item_ || item() <= kEvaluatedMinibatchesMax, item() << " validation minibatches");
   if (!last_item_ || item() <= *last_item_) return;

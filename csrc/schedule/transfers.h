@@ -116,7 +116,7 @@ class Transfers {
   void add_before(const Instruction& computed, std::vector<Instruction>& instructions) const;
   void add_after(const Instruction& computed, std::vector<Instruction>& instructions) const;
   // Adds the RECVs before an EVALUATE of a replica that has forwarded num_forwarded microbatches. They
-  // receive the versions that the replica has not received for those microbatches.
+  // receive the versions up to the EVALUATE's that the replica has not received for those microbatches.
   void add_versions_of(const Instruction& evaluate, std::int64_t num_forwarded,
                        std::vector<Instruction>& instructions) const;
   // Adds RECVs after the last update, of versions that no minibatch has read. For every tied parameter and
@@ -142,7 +142,7 @@ class Transfers {
   void receive_version(const TiedStages& tied, WeightVersion version,
                        std::vector<Instruction>& instructions) const;
   // Returns the newest version that `reader` has read for the replica's microbatches before own_index. If
-  // there is no such microbatch, the version at the start of the run.
+  // there is no such microbatch, returns the version at the start of the run.
   [[nodiscard]] WeightVersion newest_read(const VersionRule& rule, StageIndex reader, StageIndex updater,
                                           std::int64_t own_index) const;
   void add_norms(MinibatchId minibatch, std::vector<Instruction>& instructions) const;

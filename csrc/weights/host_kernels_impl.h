@@ -1,6 +1,7 @@
 // Contains the code of the host kernels. For each instruction set one source file includes it, and is
-// compiled with its own flags (see CMakeLists.txt). So everything here has internal linkage, and only headers
-// without shared inline functions may be included, for the reason in base/element.h. Pure; any thread.
+// compiled with its own flags (pd_vectorise() in cmake/PipedreamTargets.cmake). So everything here has
+// internal linkage, and only headers without shared inline functions may be included, for the reason in
+// base/element.h. Pure; any thread.
 //
 // Every option that would be a branch per element is a constant of the flags' type, so each combination is
 // one loop that the compiler vectorises.

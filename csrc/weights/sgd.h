@@ -38,7 +38,7 @@ struct SgdTensor {
 };
 
 // Throws UserError, as torch.optim.SGD does, if lr, momentum or weight_decay is negative or not finite, or if
-// dampening is not finite. Also for nesterov without momentum or with dampening.
+// dampening is not finite, and for nesterov without momentum or with dampening.
 void check_sgd_options(const SgdOptions& options);
 
 // Does a step. dtype: kFloat32, kFloat64 or kBFloat16. gradient_scale multiplies the gradients first, so that

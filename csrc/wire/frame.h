@@ -69,8 +69,8 @@ struct FrameHeader {
   std::uint64_t tensor_bytes = 0;
   std::uint64_t chunk_offset = 0;
   std::uint64_t payload_bytes = 0;
-  // The number of the chunk's bytes, if the sender itself has written them into the receiver's slot (on the
-  // same host, in shared memory). Then the frame has no payload.
+  // The number of the chunk's bytes, if the sender itself has written them into the receiver's slot or posted
+  // place (on the same host, in memory that the receiver shares). Then the frame has no payload.
   std::uint64_t placed_bytes = 0;
   ItemFields fields{};          // TENSOR: the item's fields, the same in all its frames; END: boundary_events
   std::uint64_t plan_hash = 0;  // HELLO

@@ -12,7 +12,7 @@ namespace pipedream {
 class HostMemory final : public Memory {
  public:
   // Allocates zeroed memory. what: its name in errors, e.g. "staging memory of cuda:0". Throws a UserError
-  // with the size and the available memory if there is not enough.
+  // with the size and the reason if there is not enough.
   HostMemory(std::size_t num_bytes, const std::string& what);
   ~HostMemory() override;
 
