@@ -95,7 +95,7 @@ std::vector<ReceivedTransfer> ReceiveChannel::transfers() const {
   return transfers_.items();
 }
 
-// ---- Granting: on the thread that drives, except post() and note_release() ----
+// ---- Granting slots: on the thread that drives the transport, except post() and note_release() ----
 
 void ReceiveChannel::on_open(Link& link) {
   attach(link);

@@ -229,8 +229,8 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
                                          MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner);
 [[nodiscard]] std::int64_t num_tied_versions_kept(const ScheduleOptions& options, StageIndex owner);
-// Returns a bound on how many versions the owner may have made after the newest version that a replica of the
-// user needs.
+// Returns a bound on how many versions of the tied parameters the owner may have made after the newest
+// version that a replica of the using stage (tied.user) needs.
 [[nodiscard]] std::int64_t num_tied_versions_ahead(const ScheduleOptions& options, const TiedStages& tied);
 
 // Returns the number of rounds whose gradients a replica may hold at once: 1, plus half of the staleness

@@ -63,7 +63,7 @@ class WorkTimes {
   [[nodiscard]] std::uint64_t num_completed() const { return num_completed_.load(); }
 
  private:
-  std::int64_t asked_ns_ = 0;  // 0: not asking
+  std::int64_t asked_ns_ = 0;  // when the caller first asked for the next item; 0 before it has asked
   std::int64_t ready_ns_ = 0;
   std::int64_t wait_ns_ = 0;
   std::int64_t started_ns_ = 0;

@@ -26,8 +26,9 @@ struct alignas(kCacheLineBytes) Cell {
 
 }  // namespace
 
-// The board of one side, and the link's number on it. The other side marks this number when it has put frames
-// into the ring.
+// One side of a link: the board of its transport (ring_board.h), which says which rings have frames, and the
+// link's number on that board. The other side marks this number when it has put frames into the ring that
+// this side reads.
 struct RingEnd {
   std::array<char, kBoardAddressBytesMax> board_address;  // text, padded with zeros
   std::uint32_t number;                                   // the link's number on that board

@@ -216,11 +216,12 @@ class Transport {
   // Runs the posted functions as post_and_drive() does.
   virtual void drive_posted() = 0;
 
-  // Drives until done() returns true or the deadline passes, then returns true. Sleeps while there is nothing
-  // to do. For threads that wait for the result of a handler. done() is called first of all, after every
-  // turn, at the deadline and after interrupt(), and never again once it was true. No lock that post() takes
-  // is held then. Returns false at once if this thread cannot drive: another thread is in drive_until(), this
-  // one drives a transport already or is passive, or this process is a child of fork().
+  // Drives this transport on the calling thread until done() returns true or the deadline passes, then
+  // returns true. Sleeps while there is nothing to do. For threads that wait for the result of a handler.
+  // Calls done() first, each time it has driven or slept, at the deadline and after interrupt(), but never
+  // again once it has returned true. Holds no lock that post() takes during these calls.
+  // Returns false at once if this thread cannot drive: another thread is in drive_until(), this thread
+  // already drives a transport or has a PassiveScope, or this process is a child of fork().
   [[nodiscard]] virtual bool drive_until(Deadline deadline, const std::function<bool()>& done) = 0;
   // Makes the thread in drive_until() call done() again. Any thread.
   virtual void interrupt() = 0;

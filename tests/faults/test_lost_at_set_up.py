@@ -123,7 +123,9 @@ class _LargerAt4:
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        (0, "stage 0 (rank 0) is lost: "),  # rank 1 waits for a message of rank 0
+        # Rank 1 waits for rank 0's tensors in the rehearsal, so its link reports the loss.
+        (0, "stage 0 (rank 0) is lost: "),
+        # Nobody waits for tensors of rank 2, so its missing signs of life report the loss.
         (2, "rank 2 gave no sign of life for 3 s while planning again for minibatch 4"),
     ],
     ids=["first", "last"],

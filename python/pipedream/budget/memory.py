@@ -127,7 +127,7 @@ class PushedGradients:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """The figures of one stage, in bytes, from which its terms are computed."""
+    """The figures of one stage from which its memory terms are computed. Sizes are in bytes."""
 
     weights: int
     """One version of the stage's own parameters."""

@@ -32,7 +32,9 @@ from pipedream.report.result import RunResult, WorkSpan
 __all__ = ["Runs", "runtime_costs"]
 
 _FEW_BYTES = 65536  # the cost of fewer bytes depends on the number of messages
-_WOKEN_DIFFERENCE_MIN = 0.2  # if two runs' waits differ less, they cannot show the cost of waking
+# Least difference between the shares (0 to 1) of the cost of waking that items pay in two kinds of runs. With
+# a smaller difference the runs cannot show this cost.
+_WOKEN_DIFFERENCE_MIN = 0.2
 _DISCARDED_SHARE = 0.2  # share of a run's items: the warm-up, and items during which memory is measured
 _SHARE_MIN = 0.05  # least share of time with all workers at work; smaller ones count as this
 _WAKING_SHARE_MAX = 0.75  # largest share of waking in an item's time

@@ -52,9 +52,9 @@ class Program:
     """
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError with a message of one line. For text that is no program the message names the
-        wrong line. For a program that cannot run it names the workers that wait for each other. Raises
-        TypeError for a value that is no text.
+        """Raises ValueError, with a message of one line, if the text is no program or if the program cannot
+        run. If one line of the text is wrong, the message names it. For a deadlock it names all instructions
+        that wait. Raises TypeError for a value that is no text.
         """
         from pipedream import _core
 

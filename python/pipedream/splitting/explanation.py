@@ -3,7 +3,8 @@ why it cannot be cut elsewhere.
 
     explain(model, batch, loss_fn)    traces one forward and checks every cut, as profile() does
 
-Owned by the thread that makes it.
+A list of layers is not traced. The cuts of a model on the meta device are not checked. Owned by the thread
+that makes it.
 """
 
 from __future__ import annotations

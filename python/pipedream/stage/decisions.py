@@ -128,12 +128,14 @@ class Asking:
         answered: Mapping[int, int] | None = None,
         tells_later: bool = False,
     ) -> None:
-        """asks: whether this is rank 0.
+        """asks: whether this object asks the callbacks: at rank 0 only.
         rates: returns the present learning rates.
         first_minibatch: the run's first minibatch.
         origin: the minibatch from which callbacks count.
-        answered: by boundary, the events that callbacks decided on before this run began.
-        tells_later: whether the next question tells of an evaluation before the first minibatch."""
+        answered: the events on which callbacks decided before this run began, by the boundary at which they
+            take effect.
+        tells_later: whether callbacks have yet to be told of an evaluation at the run's first boundary. The
+            question at the next boundary tells them."""
         self._way = way
         self._points = points
         self._lead = lead

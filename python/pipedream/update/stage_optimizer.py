@@ -162,8 +162,9 @@ class StageOptimizer:
         self._native.place_state(make)
 
     def leave_slots(self) -> None:
-        """Copies the state out of the slots, because memory is planned again and gives other slots.
-        place_state() then moves the state into the new slots."""
+        """Takes the optimizer out of its slots, because memory is planned again and gives other slots. A
+        native optimizer copies its state out, and place_state() then moves it into the new slots. Other
+        optimizers keep no state in slots, but their masters are views of a slot."""
         if self._native is not None:
             self._native.displace_state()
             return

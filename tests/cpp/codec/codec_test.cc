@@ -434,8 +434,8 @@ TYPED_TEST(CodecOf, TopKOfValuesInAnyOrderChoosesWhatASortDoes) {
   }
 }
 
-// topk samples some elements to guess its threshold. Whoever knows which elements are sampled could make such
-// a tensor.
+// topk samples some elements to guess its threshold. In this tensor the sampled elements are much larger or
+// smaller than the others, so the guess is wrong.
 TYPED_TEST(CodecOf, TopKOfATensorWhoseSampleMisleadsChoosesWhatASortDoes) {
   constexpr std::size_t kNumElements = 300'000;
   for (const TypeParam factor : {TypeParam(1e6), TypeParam(1e-6)}) {

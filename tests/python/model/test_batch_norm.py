@@ -79,7 +79,8 @@ def test_each_microbatch_is_normalised_by_its_own_statistics() -> None:
 
 
 class _Switching(nn.Module):
-    """Switches its norm between training and evaluation in each forward, as a frozen backbone does."""
+    """Sets the mode of its norm in each forward, as a frozen backbone does. Before the first forward the norm
+    has the other mode."""
 
     def __init__(self, *, trains: bool) -> None:
         super().__init__()

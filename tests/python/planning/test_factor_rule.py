@@ -68,7 +68,7 @@ def _stage_ms(layers: tuple[LayerProfile, ...], r: int, bytes_per_s: float, extr
         compute_ms += layer.compute_ms
         dense_bytes = float(layer.parameter_bytes)
         measured_ms = sum(product_ms or 0.0 for _, _, product_ms in layer.factors or ())
-        # Products take at most the whole backward.
+        # The products' measured times are scaled down if their sum exceeds the layer's backward.
         part = min(1.0, layer.backward_ms / measured_ms) if measured_ms else 1.0
         for weight, factors, product_ms in layer.factors or ():
             if r > 1 and r * factors < 2 * weight:

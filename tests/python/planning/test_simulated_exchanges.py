@@ -1,7 +1,8 @@
 """Tests that simulated exchanges between replicas take the times that closed forms give. A round is the
 minibatches of one update, one at each replica.
 
-tests/cpp/planner/lanes_test.cc tests how the chunks of several transfers share a worker's line.
+tests/cpp/planner/lanes_test.cc tests how the chunks of several transfers share one direction of a worker's
+link.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def _profile(model: str | None, parameter_bytes: int = 0) -> Profile:
 
 
 def test_speeds_are_over_one_worker_and_over_data_parallel() -> None:
-    # For an update of two minibatches, two data-parallel workers send 4 (m - 1) |w| / m = 8 MB. That takes 80
-    # ms at 100 MB/s.
+    # An update of r = 2 data-parallel workers takes two minibatches. For it a link carries 4 (r - 1) w / r =
+    # 8 MB, both directions together, where w is the 4 MB of parameters. That takes 80 ms at 100 MB/s.
     rows = make_speeds({"even": _profile("even", 1_000_000)}, [1, 2], ["800Mbit/s"])
     assert [(row.num_workers, row.plan.workers_used) for row in rows] == [(1, 1), (2, 2)]
     assert [row.over_one_worker for row in rows] == [pytest.approx(1), pytest.approx(2)]
