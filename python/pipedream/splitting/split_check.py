@@ -177,28 +177,33 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 def _bad_places(check: _Check) -> dict[int, str]:
     reached = [place for place in check.places if place not in check.left_out]
-    bad = dict.fromkeys(sorted(check.left_out), _LEFT_OUT) | _bad_of(reached, check.difference)
-    good = [place for place in reached if place not in bad]
-    left = check.difference(good) if bad and good else ""
+    together = check.difference(reached)
+    alone = _bad_of(reached, together, check.difference)
+    good = [place for place in reached if place not in alone]
+    left = check.difference(good) if alone and good else "" if alone else together
     if left:
         raise ValueError(
             f"the model cut after {', '.join(check.names[place] for place in good)} at once does not compute"
             f" what the whole model does: {left}; choose cuts=[...] of profile, or give a list of layers"
         )
-    return bad
+    return dict.fromkeys(sorted(check.left_out), _LEFT_OUT) | alone
 
 
-def _bad_of(places: Sequence[int], difference: Callable[[Sequence[int]], str]) -> dict[int, str]:
+def _bad_of(
+    places: Sequence[int], together: str, difference: Callable[[Sequence[int]], str]
+) -> dict[int, str]:
     """Returns the places at which a cut alone changes the results. The places are halved repeatedly, so a few
-    bad ones among many are found in few checks.
+    bad ones among many are found in few checks. together: difference(places).
     """
-    found = difference(places)
-    if not found:
+    if not together:
         return {}
     if len(places) == 1:
-        return {places[0]: found}
+        return {places[0]: together}
     middle = len(places) // 2
-    return _bad_of(places[:middle], difference) | _bad_of(places[middle:], difference)
+    halves = [places[:middle], places[middle:]]
+    return {
+        place: why for half in halves for place, why in _bad_of(half, difference(half), difference).items()
+    }
 
 
 class _Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pipedream
@@ -350,3 +351,30 @@ def test_a_check_looks_for_what_modules_keep_no_oftener_than_it_puts_it_back(
     check_cuts(cut, data, cross_entropy)
     num_stages = 2
     assert made == {"GlobalNames": 1, "Attributes": 1 + num_stages}
+
+
+def test_cuts_that_change_the_results_only_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs_from_two_cuts_on(_: object, ends: Sequence[int]) -> str:
+        return "the loss differs" if len(ends) > 1 else ""
+
+    monkeypatch.setattr(split_check._Check, "difference", differs_from_two_cuts_on)
+    batch = (torch.randn(4, 2), torch.randn(4, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    cut = cut_model(_Whole(model), *batch, F.mse_loss)
+    with pytest.raises(
+        ValueError, match="at once does not compute what the whole model does: the loss differs"
+    ):
+        check_cuts(cut, [batch], F.mse_loss)
+
+
+class _Whole(nn.Module):
+    """Calls the layers in a forward of its own, so that the model is cut by a trace."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
