@@ -64,7 +64,7 @@ class Footprint:
     foreign_draws: tuple[str, ...] = ()
     """Names of random generators other than torch's from which the forward draws."""
     draws: SeenDraws = field(default_factory=SeenDraws)
-    """Where the stage draws from torch's random generators."""
+    """The places at which the stage draws from torch's random generators."""
     is_repeatable: bool = True
     """Whether a recompute gives the same output as the forward; True if this was not tested."""
 

@@ -215,7 +215,7 @@ def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
     """
     try:
         return epochs * len(data)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import os
 import sys
 import warnings
@@ -28,6 +27,7 @@ import torch
 
 import pipedream
 from pipedream.common.own_rank import is_rank_0
+from pipedream.data.stream import num_minibatches_of
 from pipedream.integrations.asked_plan import AskedPlan
 from pipedream.integrations.lightning_checks import (
     DEVICES,
@@ -190,12 +190,9 @@ class _Places:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[_Place]:
-        try:
-            length: float = len(self._loader)
-        except (TypeError, NotImplementedError):
-            length = math.inf
+        length = num_minibatches_of(self._loader, 1)
         number = 0
-        while number < length and (length < math.inf or self._more(number)):
+        while self._more(number) if length is None else number < length:
             yield _Place(number)
             number += 1
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipedream.common.microbatches import Microbatches
-from pipedream.data.stream import takes_epochs
+from pipedream.data.stream import num_minibatches_of, takes_epochs
 from pipedream.model.batches import Keywords
 from pipedream.model.microbatch import chunk, piece_sizes, samples_of
 
@@ -142,7 +142,7 @@ class Steps:
                 of_step = [*itertools.islice(batches, self._batches_per_step)]
                 if not of_step:
                     break
-                if len(of_step) < self._batches_per_step and not _has_length(self._loader):
+                if len(of_step) < self._batches_per_step and num_minibatches_of(self._loader, 1) is None:
                     raise ValueError(
                         f"train_dataset has no length and ended with {len(of_step)} of the"
                         f" {self._batches_per_step} batches of a step, whose gradients a Trainer adds to the"
@@ -198,13 +198,6 @@ class Steps:
         if len(items) < len(cut) or sum(items) == 0:
             items = [float(size) for size in piece_sizes(num_samples, count)]
         return [(piece, each / sum(items)) for piece, each in zip(cut, items, strict=True)]
-
-
-def _has_length(loader: Any) -> bool:
-    try:
-        return len(loader) >= 0
-    except (TypeError, NotImplementedError):
-        return False
 
 
 class HeldOut:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.trainer_utils import SaveStrategy, has_length
+from transformers.trainer_utils import SaveStrategy
 
 from pipedream import _core
 from pipedream.callbacks.callback import (
@@ -25,6 +25,7 @@ from pipedream.callbacks.callback import (
 )
 from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.common.own_rank import is_rank_0, under_torchrun
+from pipedream.data.stream import num_minibatches_of
 from pipedream.integrations.steps import HeldOut, Steps, joined, share_of_loss
 from pipedream.integrations.trainer_checkpoints import (
     SchedulerState,
@@ -112,7 +113,7 @@ class Training:
                 " this process, which has the weights from before the training: use 'no', and save_model()"
                 " after train()"
             )
-        if not has_length(self._loader):
+        if num_minibatches_of(self._loader, 1) is None:
             for name in ("logging_strategy", "eval_strategy", "save_strategy"):
                 if getattr(args, name) == "epoch":
                     raise ValueError(
@@ -133,7 +134,7 @@ class Training:
         if self._resumed is not None and not pipeline_state_in(self._resumed):
             raise ValueError(
                 f"{self._resumed} has no folder 'pipedream', the state of a pipeline: it was saved by"
-                " another Trainer, or with save_only_model; load its model and begin anew"
+                " another Trainer, or with save_only_model; load its model and start a new training"
             )
 
     def _resume_scheduler(self, folder: str) -> None:

@@ -69,7 +69,7 @@ class RunOption:
 
     name: str
     takes: str
-    """What the argument takes, for the table in docs/running.md."""
+    """The values that the argument takes, in words, for the table in docs/running.md."""
     default: Any = None
     check: Callable[[str, Any], object] = lambda name, value: None
     """Called with name and value. Raises ValueError or TypeError for a value that is wrong whatever the

@@ -180,11 +180,12 @@ def _bad_places(check: _Check) -> dict[int, str]:
     together = check.difference(reached)
     alone = _bad_of(reached, together, check.difference)
     good = [place for place in reached if place not in alone]
-    left = check.difference(good) if alone and good else "" if alone else together
-    if left:
+    if alone:
+        together = check.difference(good) if good else ""
+    if together:
         raise ValueError(
             f"the model cut after {', '.join(check.names[place] for place in good)} at once does not compute"
-            f" what the whole model does: {left}; choose cuts=[...] of profile, or give a list of layers"
+            f" what the whole model does: {together}; choose cuts=[...] of profile, or give a list of layers"
         )
     return dict.fromkeys(sorted(check.left_out), _LEFT_OUT) | alone
 

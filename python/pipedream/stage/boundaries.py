@@ -160,9 +160,10 @@ class StageZeroGate:
             self._late = self._begins_with
             return True
         self.events = self._begins_with
-        if self.events & EVALUATE and self._asking is not None and self._asking.tells_later:
-            self._asking.note_evaluation(group)
-        elif self.events & EVALUATE and self._asking is not None:
+        if self.events & EVALUATE and self._asking is not None:
+            if self._asking.tells_later:
+                self._asking.note_evaluation(group)
+                return True
             if self._asking.answers_at_once:
                 if self._puts_off(group):
                     return False

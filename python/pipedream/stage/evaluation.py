@@ -337,7 +337,8 @@ class Evaluations:
         if self._reader is not None:
             self._reader.begin(boundary)
         if self._measures is not None:
-            loss_fn = self._kept_losses.pop(boundary, None) or self._copy_of_loss()
+            kept = boundary in self._kept_losses
+            loss_fn = self._kept_losses.pop(boundary) if kept else self._copy_of_loss()
             stage = self._stages[self._last].stage
             self._calls[self._last] = StageCalls(stage, loss_fn, self._device, self._autocast)
         self._running = running = contextlib.ExitStack()

@@ -303,7 +303,7 @@ class StageOptimizer:
         if here != there:
             raise ValueError(
                 f"{what} is {here} at {self._where}, and state is of a run with {there}: go on with the same,"
-                " or begin anew"
+                " or start a new run"
             )
 
     def _load(self, content: dict[str, Any]) -> None:

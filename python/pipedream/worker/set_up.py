@@ -180,10 +180,11 @@ def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_F
     if not (run.reads_inputs or run.reads_targets):
         return [_FirstMicrobatch()] * (1 + len(kinds))
     first = stream.peek()
+    found = fingerprint(*first)
     if isinstance(stream, DataStream):
-        _check_alike_at_all(run, fingerprint(*first))
+        _check_alike_at_all(run, found)
     if run.place.folder is not None and run.reads_targets and run.plan.replica_of(run.rank) == 0:
-        FirstFigures(run.place.folder).write_fingerprint(fingerprint(*first))
+        FirstFigures(run.place.folder).write_fingerprint(found)
     of_kinds = [_first_microbatch(run, *first, shapes, 0, is_kind=True) for shapes in kinds]
     return [_first_microbatch(run, *first, run.plan.max_shapes, 0), *of_kinds]
 

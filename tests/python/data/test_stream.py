@@ -27,6 +27,17 @@ class _Endless(IterableDataset[Any]):
         return iter([(torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(2))])
 
 
+def test_data_whose_length_is_not_implemented_have_none() -> None:
+    class WithoutLength:
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+        def __iter__(self) -> Iterator[int]:
+            yield 0
+
+    assert num_minibatches_of(WithoutLength(), 1) is None
+
+
 def test_a_loader_over_an_iterable_dataset_has_no_length_and_is_read() -> None:
     loader = DataLoader(_Endless(), batch_size=None)
     assert num_minibatches_of(loader, 2) is None
